@@ -1,0 +1,1 @@
+"""Multi-GPU LLM fine-tuning as a dependable stage of a Prefect pipeline."""

@@ -1,0 +1,259 @@
+"""What the user asks for: `TrainingSpec`, and how a wrong one is explained."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from soup_flows.errors import Problem, Refused, nearest
+
+DeepSpeedPreset = Literal[
+    "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
+]
+FSDPPreset = Literal["full_shard", "shard_grad", "full_offload", "hybrid_shard"]
+Device = Literal["auto", "cuda", "cpu"]
+GpuCount = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
+
+DEMO_MODEL = "demo://tiny-llama"
+DEMO_DATASET = "demo://stdlib-qa"
+
+
+class Group(BaseModel):
+    """Base of the spec and its groups: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LoraSettings(Group):
+    """Adapter settings, used when `training.method` is `lora`."""
+
+    r: int = Field(16, ge=1, le=1024, title="Rank")
+    """Rank of the adapter matrices."""
+    alpha: int = Field(32, ge=1, title="Alpha")
+    """Scale of the adapter: its output is multiplied by alpha / r."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, title="Dropout")
+    """Dropout on the adapter's input, a share between 0 and 1."""
+    target_modules: str | list[str] = Field("all-linear", title="Target modules")
+    """Module names that get an adapter, or `all-linear` for every linear layer except the output head."""
+
+
+class TrainingSettings(Group):
+    """How the model is trained."""
+
+    method: Literal["full", "lora"] = Field("full", title="Method")
+    """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights."""
+    num_train_epochs: float = Field(1.0, gt=0, title="Epochs")
+    """Passes over the training rows; ignored when `max_steps` is set."""
+    max_steps: int | None = Field(None, ge=1, title="Maximum optimizer steps")
+    """Stop after this many optimizer steps, whatever the number of epochs."""
+    global_batch_size: int = Field(16, ge=1, title="Global batch size (rows per optimizer step)")
+    """Rows per optimizer step over all ranks. It is kept for any number of GPUs."""
+    per_device_train_batch_size: int | None = Field(None, ge=1, title="Micro batch (rows per rank and pass)")
+    """Rows a rank computes at once; derived when empty, lowered to a divisor when it does not fit."""
+    learning_rate: float = Field(2e-5, gt=0, lt=10, title="Peak learning rate")
+    """Peak learning rate after warm-up."""
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = Field(
+        "cosine", title="Learning-rate schedule"
+    )
+    """Shape of the learning rate after warm-up."""
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, title="Warm-up (share of the optimizer steps)")
+    """Share of the optimizer steps in which the learning rate rises from zero."""
+    weight_decay: float = Field(0.0, ge=0, title="Weight decay")
+    """Decoupled weight decay; biases and norms are left out."""
+    max_grad_norm: float = Field(1.0, ge=0, title="Gradient clipping (norm)")
+    """Gradients are scaled down to this norm; 0 turns it off."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field("auto", title="Compute dtype")
+    """`auto`: bf16 where the GPU has it (compute capability 8.0), else fp16; fp32 on CPU."""
+    optimizer: Literal["auto", "adamw_torch", "adamw_torch_fused"] = Field("auto", title="Optimizer")
+    """`auto`: fused AdamW on GPUs, plain AdamW on CPU and under CPU off-load of FSDP."""
+    gradient_checkpointing: bool = Field(False, title="Gradient checkpointing")
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    seed: int = Field(42, ge=0, lt=2**31, title="Seed")
+    """Seed of weights, dropout and data order."""
+    logging_steps: int = Field(1, ge=1, title="Log every n optimizer steps")
+    """Optimizer steps between two metric events."""
+    eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
+    """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
+
+
+class DataSettings(Group):
+    """What the rows mean and how long they may be."""
+
+    eval_dataset: str | None = Field(None, title="Held-out data set")
+    """File with rows for evaluation; they are never trained on."""
+    eval_split: float = Field(0.0, ge=0, lt=1, title="Held-out share")
+    """Share of the training rows to hold out when `eval_dataset` is empty."""
+    max_length: int = Field(1024, ge=8, le=4_194_304, title="Maximum length (tokens)")
+    """Rows are truncated to this many tokens."""
+    train_on: Literal["assistant", "all"] = Field("assistant", title="Train on")
+    """`assistant`: the loss counts the answers only; `all`: every token."""
+
+
+class LauncherSettings(Group):
+    """How the processes are started, watched and stopped."""
+
+    stop_budget_s: float = Field(20.0, ge=1, le=28, title="Stop budget (seconds)")
+    """Seconds between the request to stop and the last process being gone; Prefect kills after 30."""
+    timeout_min: float | None = Field(None, gt=0, title="Time limit (minutes)")
+    """The run is stopped after this many minutes."""
+    omp_num_threads: int | None = Field(None, ge=1, title="CPU threads per rank")
+    """Threads of each rank; cores divided by ranks when empty."""
+
+
+class TrainingSpec(Group):
+    """One fine-tuning job. Strict: unknown keys and contradictions are errors.
+
+    Raises:
+        pydantic.ValidationError: use `parse_spec` to get `Refused` with readable problems instead.
+    """
+
+    model: str = Field(min_length=1, title="Model")
+    """Folder with `config.json`, or a Hub id; `demo://tiny-llama` builds a tiny random model."""
+    dataset: str = Field(min_length=1, title="Data set")
+    """JSONL or JSON file; `demo://stdlib-qa` is made from the standard library's documentation."""
+    output_dir: str = Field("outputs", min_length=1, title="Output folder")
+    """Runs are kept in `<output_dir>/runs/<run id>/`."""
+    deepspeed: DeepSpeedPreset | None = Field(None, title="DeepSpeed preset")
+    """DeepSpeed ZeRO preset; not together with `fsdp` or `deepspeed_config`."""
+    fsdp: FSDPPreset | None = Field(None, title="FSDP preset")
+    """PyTorch FSDP2 preset; not together with `deepspeed` or `deepspeed_config`."""
+    deepspeed_config: str | None = Field(None, title="DeepSpeed JSON")
+    """Path of your own DeepSpeed JSON, used byte for byte."""
+    strategy: Literal["auto", "single", "ddp"] = Field("auto", title="Strategy without a preset")
+    """`auto` picks the least sharding that fits; `single` and `ddp` are strategies without a preset."""
+    gpus: GpuCount = Field("auto", title="GPUs")
+    """GPUs of this machine (one rank each), or CPU ranks with `device=cpu`."""
+    device: Device = Field("auto", title="Device")
+    """`cpu` runs the ranks on CPU over gloo: rehearsals, tests, the demo."""
+    nvme_path: str | None = Field(None, title="NVMe folder")
+    """Folder on a local NVMe disk for `zero3_nvme`."""
+    trust_remote_code: bool = Field(False, title="Run the model's own Python code")
+    """Off unless you asked for it: the model repository's code runs with your rights."""
+    training: TrainingSettings = Field(default_factory=TrainingSettings, title="Training")
+    """How the model is trained."""
+    lora: LoraSettings = Field(default_factory=LoraSettings, title="LoRA")
+    """Adapter settings, used when `training.method` is `lora`."""
+    data: DataSettings = Field(default_factory=DataSettings, title="Data")
+    """What the rows mean and how long they may be."""
+    launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
+    """How the processes are started, watched and stopped."""
+
+    @field_validator("gpus", mode="before")
+    @classmethod
+    def _gpus_from_text(cls, value: object) -> object:
+        """Accept `"4"` as well as 4, since command lines and forms send text."""
+        return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @model_validator(mode="after")
+    def _one_strategy(self) -> TrainingSpec:
+        named = [
+            name for name in ("deepspeed", "fsdp", "deepspeed_config") if getattr(self, name) is not None
+        ]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other; keep one of them")
+        if named and self.strategy != "auto":
+            raise ValueError(
+                f"strategy={self.strategy!r} and {named[0]} exclude each other; keep one of them"
+            )
+        return self
+
+
+def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
+    """Build a `TrainingSpec`, or explain everything that is wrong with `values` at once.
+
+    Args:
+        values: field names to values; groups may be mappings or group objects.
+
+    Raises:
+        Refused: with one problem per wrong field, each naming the nearest valid value where there is one.
+    """
+    try:
+        return TrainingSpec.model_validate(dict(values))
+    except ValidationError as error:
+        raise Refused(_problems(error)) from None
+
+
+def _problems(error: ValidationError) -> list[Problem]:
+    """Turn pydantic's errors into problems, one per field (a union reports one error per branch)."""
+    by_field: dict[str, Problem] = {}
+    for item in error.errors(include_url=False, include_context=True):
+        parts = [str(part) for part in item["loc"]]
+        field, model, annotation = _locate(parts)
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            names = list(model.model_fields)
+            message = f"{field!r} is not a setting"
+            fix = nearest(parts[-1], names) or "valid here: " + ", ".join(names)
+        elif item["type"] == "missing":
+            message, fix = "is required", f"give {field}"
+        elif not parts:
+            field, fix = message.split(" ", 1)[0], "remove the other; `soup-flows presets` tells them apart"
+        else:
+            message, fix = f"got {item['input']!r}", _expected(annotation, item["input"], message)
+        rule = {"extra_forbidden": "SPEC002", "missing": "SPEC003"}.get(item["type"], "SPEC001")
+        by_field.setdefault(field, Problem(id=rule, severity="error", field=field, message=message, fix=fix))
+    return list(by_field.values())
+
+
+def _locate(parts: list[str]) -> tuple[str, type[BaseModel], Any]:
+    """Follow an error location down to its field; what comes after it (a union branch) is dropped."""
+    model: type[BaseModel] = TrainingSpec
+    annotation: Any = None
+    taken: list[str] = []
+    for part in parts:
+        taken.append(part)
+        field = model.model_fields.get(part)
+        if field is None:
+            break
+        annotation = field.rebuild_annotation()
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            break
+        model = annotation
+    return ".".join(taken), model, annotation
+
+
+def _expected(annotation: Any, value: object, message: str) -> str:
+    """Say what a field takes: its choices and its range, with the nearest one to what was given."""
+    choices: list[str] = []
+    ranges: list[str] = []
+    kinds: list[str] = []
+
+    def walk(node: Any) -> None:
+        origin = typing.get_origin(node)
+        if origin is Literal:
+            choices.extend(str(choice) for choice in typing.get_args(node))
+        elif origin is Annotated:
+            inner, *meta = typing.get_args(node)
+            walk(inner)
+            ranges.extend(text for item in meta for text in _bounds(item))
+        elif origin in (typing.Union, types.UnionType):
+            for branch in typing.get_args(node):
+                walk(branch)
+        elif isinstance(node, type) and node is not type(None):
+            words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+            kinds.append(words.get(node, "a group of settings"))
+
+    walk(annotation)
+    parts = [" ".join([*kinds, *ranges])] if kinds else []
+    if choices:
+        parts.append("one of " + ", ".join(choices))
+    near = nearest(str(value), choices)
+    return "use " + " or ".join(parts) + (f"; {near}" if near else "") if parts else message
+
+
+def _bounds(item: Any) -> list[str]:
+    """Return the limits that a `Field(...)` or one of its constraints states."""
+    words = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+    found = [f"{sign} {getattr(item, name)}" for name, sign in words if getattr(item, name, None) is not None]
+    return found + [text for inner in getattr(item, "metadata", ()) for text in _bounds(inner)]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number` in rising order."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
