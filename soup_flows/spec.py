@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -251,9 +250,3 @@ def _bounds(item: Any) -> list[str]:
     words = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
     found = [f"{sign} {getattr(item, name)}" for name, sign in words if getattr(item, name, None) is not None]
     return found + [text for inner in getattr(item, "metadata", ()) for text in _bounds(inner)]
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of `number` in rising order."""
-    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*low, *(number // d for d in low)})
