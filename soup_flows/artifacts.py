@@ -1,0 +1,93 @@
+"""The pages of a run in Prefect: its config as JSON, its report as markdown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+from uuid import UUID
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.client.schemas.sorting import ArtifactSort
+from pydantic import BaseModel, ConfigDict
+
+from soup_flows.hardware import Hardware
+from soup_flows.launch.plan import LaunchPlan
+from soup_flows.pages import report_page
+from soup_flows.report import TrainReport
+from soup_flows.sharding import ShardingPlan
+from soup_flows.spec import TrainingSpec
+
+CONFIG_KEY = "soup-train-config"
+REPORT_KEY = "soup-train-report"
+
+
+class RunConfig(BaseModel):
+    """Everything a run was configured with: enough to plan and launch it again."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    spec: TrainingSpec
+    hardware: Hardware
+    plan: ShardingPlan
+    launch: LaunchPlan
+
+
+def save_run_config(config: RunConfig) -> None:
+    """Keep `config` as the JSON artifact `soup-train-config` of the current run; no run, no artifact."""
+    data = config.model_dump(mode="json")
+    digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    _create(CONFIG_KEY, "json", data, "Spec, plan and sharding config of the run.", {"sha256": digest})
+
+
+def save_report(report: TrainReport) -> None:
+    """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
+    _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+
+
+def load_run_config(flow_run_id: UUID | str) -> RunConfig:
+    """Return the spec, hardware, plan and launch of a flow run as values.
+
+    Raises:
+        LookupError: if the flow run has no such artifact.
+    """
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                flow_run_id=ArtifactFilterFlowRunId(any_=[UUID(str(flow_run_id))]),
+                key=ArtifactFilterKey(any_=[CONFIG_KEY]),
+            ),
+            sort=ArtifactSort.CREATED_DESC,
+            limit=1,
+        )
+    if not found:
+        raise LookupError(f"flow run {flow_run_id} has no artifact {CONFIG_KEY!r}")
+    data = found[0].data
+    return RunConfig.model_validate(json.loads(data) if isinstance(data, str) else data)
+
+
+def _create(
+    key: str, kind: str, data: Any, description: str, metadata: dict[str, str] | None = None
+) -> None:
+    """Create an artifact of the current flow and task run.
+
+    `Artifact.create` would encode JSON a second time, and its page would show one escaped line.
+    """
+    flow_run_id, task_run_id = runtime.flow_run.id, runtime.task_run.id
+    if flow_run_id is None:
+        return
+    with get_client(sync_client=True) as client:
+        client.create_artifact(
+            ArtifactCreate(
+                type=kind,
+                key=key,
+                data=data,
+                description=description,
+                metadata_=metadata,
+                flow_run_id=UUID(flow_run_id),
+                task_run_id=UUID(task_run_id) if task_run_id else None,
+            )
+        )

@@ -1,0 +1,36 @@
+"""Entry of a rank: `python -m soup_flows.training RUN_DIR`, started by torch elastic."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from soup_flows.launch import rank
+
+
+def main() -> int:
+    """Run one rank; a failure leaves its own words in the attempt's folder before the process ends."""
+    rank.attach()
+    attempt_dir = Path(os.environ["SOUP_FLOWS_ATTEMPT_DIR"])
+    try:
+        from soup_flows.training.run import train
+
+        train(Path(sys.argv[1]), attempt_dir)
+    except BaseException as error:
+        rank.write_error(error)
+        raise
+    finally:
+        _leave_group()
+    return 0
+
+
+def _leave_group() -> None:
+    """Close the process group; a rank that ends with it open may abort at exit."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

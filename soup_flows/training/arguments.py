@@ -1,0 +1,70 @@
+"""The `TrainingArguments` of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from soup_flows.batch import Steps
+from soup_flows.sharding import ShardingPlan
+from soup_flows.spec import TrainingSpec
+
+
+def training_arguments(
+    spec: TrainingSpec,
+    plan: ShardingPlan,
+    steps: Steps,
+    output_dir: str,
+    config_path: str | None,
+    evaluate: bool,
+) -> TrainingArguments:
+    """Build the arguments; for DeepSpeed and FSDP this also starts the process group.
+
+    Args:
+        spec: what the user asked.
+        plan: the resolved plan; its numbers win over the spec's.
+        steps: the real optimizer steps, counted from the rows that are trained on.
+        output_dir: folder of the checkpoints.
+        config_path: the DeepSpeed JSON of this attempt.
+        evaluate: whether there are held-out rows; they are evaluated before the first step.
+    """
+    train, on_cpu = spec.training, plan.device == "cpu"
+    engine: dict[str, Any] = {}
+    if plan.engine == "deepspeed":
+        engine["deepspeed"] = config_path
+    elif plan.engine == "fsdp":
+        engine.update(fsdp=True, fsdp_config=dict(plan.config))
+    return TrainingArguments(
+        output_dir=output_dir,
+        per_device_train_batch_size=plan.batch.per_device_train_batch_size,
+        gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
+        max_steps=steps.total_steps,
+        learning_rate=train.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        warmup_steps=steps.warmup_steps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.max_grad_norm,
+        optim=plan.optimizer,
+        bf16=plan.dtype == "bf16",
+        fp16=plan.dtype == "fp16",
+        use_cpu=on_cpu,
+        activation_checkpointing=train.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if train.gradient_checkpointing else None,
+        seed=train.seed,
+        data_seed=train.seed,
+        logging_steps=train.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        eval_on_start=evaluate,
+        eval_strategy="steps" if evaluate and train.eval_steps else "no",
+        eval_steps=train.eval_steps,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        ddp_backend="gloo" if on_cpu and plan.world_size > 1 else None,
+        ddp_find_unused_parameters=False,
+        dataloader_pin_memory=not on_cpu,
+        remove_unused_columns=False,
+        **engine,
+    )

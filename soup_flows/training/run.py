@@ -1,0 +1,242 @@
+"""One rank's run, from the run directory to the saved and verified model."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, set_seed
+
+from soup_flows.batch import Steps, steps
+from soup_flows.data import load_examples
+from soup_flows.data.masking import Encoded, encode
+from soup_flows.launch import rank
+from soup_flows.launch.plan import LaunchPlan
+from soup_flows.launch.rank import EventWriter
+from soup_flows.paths import AttemptPaths, RunPaths, write_json
+from soup_flows.sharding import ShardingPlan
+from soup_flows.spec import TrainingSpec
+from soup_flows.training import cpu
+from soup_flows.training.arguments import training_arguments
+from soup_flows.training.batches import TokenRow, TokenRows
+from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
+from soup_flows.training.proof import collect
+from soup_flows.training.trainer import SoupTrainer
+
+
+class ProofFailed(RuntimeError):
+    """What runs is not what was planned."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite."""
+
+
+class BadData(RuntimeError):
+    """No row is left that teaches anything."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a rank was told."""
+
+    spec: TrainingSpec
+    plan: ShardingPlan
+    launch: LaunchPlan
+    paths: RunPaths
+    attempt: AttemptPaths
+    events: EventWriter
+
+    @property
+    def is_main(self) -> bool:
+        """True on global rank 0."""
+        return self.events.rank == 0
+
+
+def train(run_dir: Path, attempt_dir: Path) -> None:
+    """Train, evaluate, save and verify, as the files in `run_dir` say.
+
+    Args:
+        run_dir: the run directory with `spec.json`, `plan.json` and `launch.json`.
+        attempt_dir: where this attempt's events, errors and result go.
+    """
+    job = _read_job(run_dir, attempt_dir)
+    _check_world(job.plan)
+    job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
+    tokenizer = load_tokenizer(job.spec)
+    train_rows, eval_rows = load_rows(job.spec, tokenizer)
+    settings = job.spec.training
+    planned = steps(
+        len(train_rows), job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
+    )
+    job.events.write("data", train_rows=len(train_rows), eval_rows=len(eval_rows), **planned.model_dump())
+    trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
+    trainer.train()
+    final = trainer.evaluate() if eval_rows else {}
+    save_model(trainer, job.paths.model)
+    job.events.write("memory", **_memory(job.plan))
+    if job.is_main:
+        saved = verify_saved(job.paths.model, settings.method == "lora", trainer.state.global_step > 0)
+        result = {
+            "finished": True,
+            "step": trainer.state.global_step,
+            "total_steps": planned.total_steps,
+            "eval_loss": final.get("eval_loss"),
+            "model": str(job.paths.model),
+            "saved": saved,
+        }
+        write_json(job.attempt.result, result)
+        job.events.write("finished", **result)
+    trainer.accelerator.wait_for_everyone()
+
+
+def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
+    """Read what the flow wrote into the run directory."""
+    paths = RunPaths(run_dir)
+    attempt = AttemptPaths(attempt_dir)
+    return Job(
+        spec=TrainingSpec.model_validate_json(paths.spec.read_bytes()),
+        plan=ShardingPlan.model_validate_json(paths.plan.read_bytes()),
+        launch=LaunchPlan.model_validate_json(paths.launch.read_bytes()),
+        paths=paths,
+        attempt=attempt,
+        events=EventWriter(attempt.events),
+    )
+
+
+def _check_world(plan: ShardingPlan) -> None:
+    """Stop at once when another number of ranks was started than planned.
+
+    A single rank leaves torch elastic's variables behind, so that nothing wraps the model.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != plan.world_size:
+        raise ProofFailed(f"{world_size} rank(s) were started, {plan.world_size} were planned")
+    if plan.engine == "single":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+
+
+def load_rows(spec: TrainingSpec, tokenizer: Any) -> tuple[list[TokenRow], list[TokenRow]]:
+    """Tokenise the training and the held-out rows.
+
+    Returns:
+        Training rows and held-out rows, disjoint; the second list is empty when nothing is held out.
+
+    Raises:
+        BadData: when no training row has a token to learn from.
+    """
+    rows = _tokenise(spec, tokenizer, spec.dataset)
+    if spec.data.eval_dataset:
+        return rows, _tokenise(spec, tokenizer, spec.data.eval_dataset)
+    if not spec.data.eval_split:
+        return rows, []
+    held_out = max(1, round(len(rows) * spec.data.eval_split))
+    if held_out >= len(rows):
+        raise BadData(f"data.eval_split={spec.data.eval_split} holds out all {len(rows)} rows")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(spec.training.seed)).tolist()
+    chosen = set(order[:held_out])
+    return (
+        [row for index, row in enumerate(rows) if index not in chosen],
+        [row for index, row in enumerate(rows) if index in chosen],
+    )
+
+
+def _tokenise(spec: TrainingSpec, tokenizer: Any, source: str) -> list[TokenRow]:
+    """Tokenise one source; rows without a trained token are left out."""
+    rows = []
+    for example in load_examples(source).examples:
+        encoded = encode(example, tokenizer, spec.data.max_length, spec.data.train_on)
+        if isinstance(encoded, Encoded):
+            rows.append(TokenRow(encoded.input_ids, encoded.labels))
+    if not rows:
+        raise BadData(f"{source}: no row has a token to learn from within {spec.data.max_length} tokens")
+    return rows
+
+
+def build_trainer(
+    job: Job, planned: Steps, tokenizer: Any, train_rows: list[TokenRow], eval_rows: list[TokenRow]
+) -> SoupTrainer:
+    """Build arguments, then the model, then the trainer: ZeRO-3 needs them in this order."""
+    plan, on_cpu = job.plan, job.plan.device == "cpu"
+    if plan.engine == "deepspeed" and on_cpu:
+        cpu.prepare_deepspeed()
+    arguments = training_arguments(
+        job.spec, plan, planned, str(job.paths.checkpoints), job.launch.config_path, bool(eval_rows)
+    )
+    if plan.engine == "fsdp" and on_cpu:
+        cpu.force_fsdp(arguments)
+    set_seed(job.spec.training.seed)
+    trainer = SoupTrainer(
+        model=load_model(job.spec, plan),
+        args=arguments,
+        batch=plan.batch,
+        eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
+        train_dataset=TokenRows(train_rows),
+        eval_dataset=TokenRows(eval_rows) if eval_rows else None,
+        processing_class=tokenizer,
+        callbacks=[Reporter(job)],
+    )
+    if plan.strategy == "full_offload" and on_cpu:
+        cpu.unpin_fsdp_offload(trainer)
+    job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+    callback.trainer = trainer
+    return trainer
+
+
+class Reporter(TrainerCallback):
+    """Writes what happens as events, beats the heart, proves the first step, and stops at a NaN."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.trainer: Any = None
+        self.proved = False
+        self.last = time.monotonic()
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Beat; after the first step of this process compare the ranks with the plan."""
+        rank.heartbeat(state.global_step)
+        if self.proved:
+            return
+        self.proved = True
+        proof = collect(self.trainer, self.job.plan)
+        if self.job.is_main:
+            self.job.events.write("proof", **proof.model_dump(mode="json"))
+        if proof.failures:
+            raise ProofFailed("; ".join(proof.failures))
+
+    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Write the metrics on rank 0; every rank sees the same numbers and stops at a NaN."""
+        numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
+        loss = numbers.get("loss", numbers.get("eval_loss", 0.0))
+        if self.job.is_main:
+            now = time.monotonic()
+            kind = "evaluation" if "eval_loss" in numbers else "metrics"
+            finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
+            self.job.events.write(kind, step=state.global_step, seconds=now - self.last, **finite)
+            self.last = now
+            print(_line(state, numbers), flush=True)
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(f"the loss is {loss} at step {state.global_step}")
+
+
+def _line(state: Any, numbers: dict[str, float]) -> str:
+    """One readable line of metrics."""
+    values = "  ".join(f"{key} {value:.6g}" for key, value in numbers.items() if key != "epoch")
+    return f"step {state.global_step}/{state.max_steps}  {values}"
+
+
+def _memory(plan: ShardingPlan) -> dict[str, int]:
+    """Peak memory of this rank, in bytes; `ru_maxrss` counts KiB."""
+    found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if plan.device == "cuda":
+        found["device_peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        found["device_peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+    return found
