@@ -1,4 +1,4 @@
-"""Cores, main memory, limits and disks. Every reader takes the file-system root, so that tests replay files."""
+"""Cores, main memory, limits and disks. Readers take the file-system root, so that tests replay files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def read_text(path: Path) -> str | None:
 def cgroup_folders(root: Path, controller: str) -> tuple[list[Path], int]:
     """Return the control-group folders whose limits bind this process, innermost first, and the version.
 
-    Reads `/proc/self/cgroup`. A line that names the controller is v1, the line `0::` is v2. Inside a container
-    the path may be the host's and not exist below `/sys/fs/cgroup`; then the mount's own folder counts.
+    Reads `/proc/self/cgroup`. A line that names the controller is v1, the line `0::` is v2. Inside a
+    container the path may be the host's and not exist below `/sys/fs/cgroup`; then the mount's own counts.
 
     Args:
         root: the file-system root.
@@ -67,11 +67,12 @@ def memory(root: Path, environ: Mapping[str, str]) -> tuple[HostMemory, str]:
     Raises:
         RuntimeError: neither /proc/meminfo nor psutil tells the memory.
     """
-    kib = dict(re.findall(r"^(\w+):\s+(\d+) kB", read_text(root / "proc/meminfo") or "", re.MULTILINE))
+    text = read_text(root / "proc/meminfo") or ""
+    kib = {str(name): int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     source = "/proc/meminfo"
     if "MemTotal" in kib:
-        total = int(kib["MemTotal"]) * 1024
-        available = int(kib.get("MemAvailable", kib.get("MemFree", 0))) * 1024
+        total = kib["MemTotal"] * 1024
+        available = kib.get("MemAvailable", kib.get("MemFree", 0)) * 1024
     else:
         import psutil
 

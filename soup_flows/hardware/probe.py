@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import Field
+
 from soup_flows.hardware.values import GpuProcess, Value
 
 
@@ -54,7 +56,7 @@ class GpuReading(Value):
     peers: tuple[int, ...] | None = None
     """`index` of the GPUs whose memory it can read directly (peer to peer)."""
     faults: tuple[str, ...] = ()
-    unread: dict[str, str] = {}
+    unread: dict[str, str] = Field(default_factory=dict)
     """Reading -> NVML's answer, such as `memory: GPU is lost`."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Vendor = Literal["nvidia", "amd", "intel", "apple"]
 Interconnect = Literal["nvswitch", "nvlink", "pcie", "none", "unknown"]
@@ -135,7 +135,7 @@ class Hardware(Value):
     """Cores this process may use: affinity, control-group quota and Slurm taken together."""
     host_memory: HostMemory
     shm: Disk | None = None
-    """/dev/shm; None where there is none."""
+    """The shared-memory file system, `/dev/shm`; None where there is none."""
     disks: tuple[Disk, ...] = ()
     cuda_toolkit: str | None = None
     """Version of `nvcc`, such as `12.4`."""
@@ -161,7 +161,7 @@ class Hardware(Value):
     """Bytes of memory a process may lock (`ulimit -l`, in bytes)."""
     unused: tuple[UnusedGpu, ...] = ()
     """Devices that are there and not in `gpus`, each with the reason."""
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = Field(default_factory=dict)
     """Where each reading came from, by field name."""
     notes: tuple[str, ...] = ()
     """What is unknown or odd, in plain words."""
