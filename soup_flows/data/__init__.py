@@ -1,0 +1,1 @@
+"""Training data: read, recognised, checked, encoded and reported on. Pure Python at import."""

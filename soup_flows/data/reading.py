@@ -1,0 +1,293 @@
+"""Rows of a file or a folder, streamed: JSON lines, JSON, CSV, text, Parquet, Arrow, each also gzipped.
+
+Whatever is wrong with the source as a whole is `Refused`; whatever is wrong with one row is a `Dropped` in
+the stream, so that the caller decides. Nothing is ever guessed into text: a wrong encoding is named.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from soup_flows.data.jsonlines import MAX_ROW_BYTES, parse_row, read_lines, read_values
+from soup_flows.data.values import Dropped, Row, shown
+from soup_flows.errors import Refused, nearest, refuse
+
+KINDS = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""File name endings and how such a file is read."""
+
+_ABOUT_THE_DATA = {"dataset_info.json", "dataset_infos.json", "state.json", "package.json"}
+_ENCODINGS = (
+    (b"\xff\xfe\x00\x00", "UTF-32 (little-endian)"),
+    (b"\x00\x00\xfe\xff", "UTF-32 (big-endian)"),
+    (b"\xff\xfe", "UTF-16 (little-endian)"),
+    (b"\xfe\xff", "UTF-16 (big-endian)"),
+)
+_BATCH_ROWS = 1024
+
+
+def read_rows(source: str | Path, *, field: str = "dataset") -> Iterator[Row | Dropped]:
+    """Yield the rows of `source` one at a time; memory is bounded by the longest row.
+
+    Args:
+        source: a file, or a folder whose data files are read in the order of their paths.
+        field: the setting that named `source`, for messages.
+
+    Yields:
+        `Row`, or `Dropped` for a line that could not be read.
+
+    Raises:
+        Refused: if the source is missing, not a regular file, in an unknown format or encoding, or unreadable.
+            It is raised at the first row, since this is a generator; `list_files` raises at once.
+    """
+    for path in list_files(source, field=field):
+        yield from _read_file(path, field)
+
+
+def list_files(source: str | Path, *, field: str = "dataset") -> list[Path]:
+    """Return the data files of `source` in the order they are read.
+
+    Raises:
+        Refused: as `read_rows`, as far as it can be seen without reading.
+    """
+    path = Path(source).expanduser()
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise _missing(path, str(source), field, error) from None
+    if stat.S_ISDIR(mode):
+        files = _walk(path, field, ())
+        if not files:
+            raise refuse("DATA003", field, f"no data file in {path}", f"put one of {_endings()} there")
+        return files
+    if not stat.S_ISREG(mode):
+        raise refuse(
+            "DATA002", field, f"{path} is {_what(mode)}, not a file", "give a regular file or a folder"
+        )
+    if _kind(path) is None:
+        fix = f"use one of {_endings()}, gzipped or not" + _hint(path)
+        raise refuse("DATA004", field, f"{path} has the unknown ending {path.suffix!r}", fix)
+    return [path]
+
+
+def _walk(folder: Path, field: str, above: tuple[tuple[int, int], ...]) -> list[Path]:
+    """Return the data files below `folder`; links to folders are followed, loops refused."""
+    try:
+        facts = folder.stat()
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise refuse("DATA005", field, f"cannot read the folder {folder}: {error.strerror}") from None
+    here = (facts.st_dev, facts.st_ino)
+    if here in above:
+        raise refuse("DATA002", field, f"{folder} leads back to a folder above it", "remove the link")
+    if (folder / "dataset_dict.json").is_file():
+        splits = [e.name for e in entries if e.is_dir()]
+        fix = f"give one of them: {', '.join(str(folder / name) for name in splits)}"
+        raise refuse("DATA006", field, f"{folder} holds several splits", fix)
+    files: list[Path] = []
+    for entry in entries:
+        if entry.name.startswith((".", "_")) or entry.name in _ABOUT_THE_DATA:
+            continue
+        if entry.is_dir():
+            files += _walk(entry, field, (*above, here))
+        elif _kind(entry) is not None:
+            files += list_files(entry, field=field)
+    return files
+
+
+def _read_file(path: Path, field: str) -> Iterator[Row | Dropped]:
+    kind, name = _kind(path), str(path)
+    if kind is None:
+        raise refuse("DATA004", field, f"{path} has the unknown ending {path.suffix!r}", f"use {_endings()}")
+    try:
+        if kind in ("parquet", "arrow"):
+            yield from _read_table(path, kind, field)
+            return
+        with _open(path, field) as file:
+            if kind == "csv":
+                yield from _read_csv(_text(file), name, "\t" if ".tsv" in path.suffixes else ",")
+            elif kind == "text":
+                yield from _read_text(file, name)
+            elif _is_one_value(file, kind):
+                yield from read_values(_text(file), name)
+            else:
+                yield from read_lines(file, name)
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+        raise refuse("DATA007", field, f"{path}: {found}", f"iconv -t UTF-8 {path.name}") from None
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise refuse("DATA008", field, f"{path} is a damaged gzip file: {error}", "fetch it again") from None
+    except OSError as error:
+        raise refuse("DATA005", field, f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _open(path: Path, field: str) -> IO[bytes]:
+    """Open a file for reading bytes, through gzip where its first bytes say so, and name a foreign encoding."""
+    raw = path.open("rb")
+    packed = raw.read(2) == b"\x1f\x8b"
+    raw.seek(0)
+    file = cast(IO[bytes], gzip.open(raw)) if packed else raw
+    try:
+        head = file.read(1024)
+        encoding = next((words for mark, words in _ENCODINGS if head.startswith(mark)), "")
+        if not encoding and head.count(b"\x00") > len(head) // 4:
+            encoding = "UTF-16 without a byte-order mark, or binary"
+        if encoding:
+            code = encoding.split(" ")[0]
+            fix = f"convert it: iconv -f {code} -t UTF-8 {path.name} > new.jsonl"
+            raise refuse("DATA007", field, f"{path} is {encoding}, not UTF-8", fix)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raw.close()
+        raise
+    return file
+
+
+def _text(file: IO[bytes]) -> io.TextIOWrapper:
+    return io.TextIOWrapper(cast(Any, file), encoding="utf-8-sig", newline="")
+
+
+def _is_one_value(file: IO[bytes], kind: str) -> bool:
+    """Whether a file is a JSON array, or objects spread over lines, and not one object a line."""
+    line = b""
+    while (data := file.readline(MAX_ROW_BYTES)) and not line:
+        line = data.removeprefix(b"\xef\xbb\xbf").strip()
+    file.seek(0)
+    if line.startswith(b"["):
+        return True
+    return line == b"{" or (kind == "json" and line != b"" and isinstance(parse_row(line, 1, ""), Dropped))
+
+
+def _read_csv(file: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[Row | Dropped]:
+    """Yield the rows of a table whose first line names the columns; an empty cell is a missing value."""
+    csv.field_size_limit(MAX_ROW_BYTES)
+    head = file.readline()
+    file.seek(0)
+    if delimiter == "," and "," not in head and ";" in head:
+        delimiter = ";"
+    reader = csv.reader(file, delimiter=delimiter, strict=True)
+    columns: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield Dropped(line, "not valid CSV", "", str(error), "quotes that are closed", name)
+            continue
+        if cells is None:
+            return
+        if not any(cells):
+            continue
+        if columns is None:
+            columns = cells
+        elif len(cells) != len(columns):
+            wanted = f"{len(columns)} cells, as in the first line"
+            yield Dropped(line, "wrong number of cells", "", f"{len(cells)} cells", wanted, name)
+        else:
+            yield Row(line, {key: cell or None for key, cell in zip(columns, cells, strict=True)}, name)
+
+
+def _read_text(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
+    """Yield one document a line; blank lines are skipped."""
+    number = 0
+    while data := file.readline(MAX_ROW_BYTES):
+        number += 1
+        try:
+            text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            found = f"byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line"
+            yield Dropped(number, "not UTF-8", "", found, "UTF-8 text", name)
+            continue
+        if text.strip():
+            yield Row(number, {"text": text}, name)
+
+
+def _read_table(path: Path, kind: str, field: str) -> Iterator[Row | Dropped]:
+    """Yield the rows of a Parquet file or of an Arrow file of a saved `datasets` folder."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        fix = "pip install pyarrow (part of soup-flows[train])"
+        raise refuse("DATA009", field, f"{path} needs pyarrow to be read", fix) from None
+    number = 0
+    try:
+        if kind == "parquet":
+            with pq.ParquetFile(path) as table:
+                batches = table.iter_batches(batch_size=_BATCH_ROWS)
+                for batch in batches:
+                    for value in batch.to_pylist():
+                        number += 1
+                        yield Row(number, value, str(path))
+        else:
+            with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
+                for batch in stream:
+                    for value in batch.to_pylist():
+                        number += 1
+                        yield Row(number, value, str(path))
+    except pa.ArrowException as error:
+        found = f"{path} is a damaged {kind} file after row {number}: {shown(str(error))}"
+        raise refuse("DATA008", field, found, "fetch or write it again") from None
+
+
+def _kind(path: Path) -> str | None:
+    name = path.name.lower().removesuffix(".gz")
+    return KINDS.get(os.path.splitext(name)[1])
+
+
+def _endings() -> str:
+    return ", ".join(KINDS)
+
+
+def _hint(path: Path) -> str:
+    tools = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".tar": "tar -xf"}
+    tool = tools.get(path.suffix.lower())
+    return f"; unpack it first: {tool} {path.name}" if tool else ""
+
+
+def _what(mode: int) -> str:
+    tests = {
+        "a named pipe": stat.S_ISFIFO,
+        "a device": lambda m: stat.S_ISCHR(m) or stat.S_ISBLK(m),
+        "a socket": stat.S_ISSOCK,
+    }
+    return next((words for words, test in tests.items() if test(mode)), "something else")
+
+
+def _missing(path: Path, source: str, field: str, error: Exception) -> Refused:
+    """Say what is missing: the file (with the nearest name), or the folder it should be in."""
+    if not isinstance(error, FileNotFoundError):
+        words = getattr(error, "strerror", None) or str(error)
+        return refuse("DATA001", field, f"cannot open {shown(source)}: {words}")
+    folder = path.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    if path.is_symlink():
+        return refuse("DATA001", field, f"{path} is a link to something that is not there", "repair the link")
+    missing = path.relative_to(folder).parts[0] if folder != path.parent else path.name
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        names = []
+    near = nearest(missing, names)
+    fix = f"in {folder.absolute()}: {near}" if near else f"{folder.absolute()} has no such name"
+    if not near and source.count("/") == 1 and not path.suffix:
+        fix += f"; a data set of the Hub is fetched first: hf download --repo-type dataset {source}"
+    return refuse("DATA001", field, f"there is no {path}", fix)
