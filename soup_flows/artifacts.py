@@ -69,9 +69,7 @@ def load_run_config(flow_run_id: UUID | str) -> RunConfig:
     return RunConfig.model_validate(json.loads(data) if isinstance(data, str) else data)
 
 
-def _create(
-    key: str, kind: str, data: Any, description: str, metadata: dict[str, str] | None = None
-) -> None:
+def _create(key: str, kind: str, data: Any, description: str, metadata: dict[str, str] | None = None) -> None:
     """Create an artifact of the current flow and task run.
 
     `Artifact.create` would encode JSON a second time, and its page would show one escaped line.

@@ -19,6 +19,7 @@ from typing import Any
 
 from soup_flows.errors import refuse
 from soup_flows.paths import write_atomic, write_json
+from soup_flows.spec import DEMO_DATASET, DEMO_MODEL, TrainingSpec
 
 DEMO_ROWS = 2000
 """Question-answer pairs in the demo data, the held-out ones included."""
@@ -212,3 +213,32 @@ def _number(text: str) -> int:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def resolve_demo(spec: TrainingSpec) -> TrainingSpec:
+    """Replace `demo://` names by what they stand for, built below the output folder on first use.
+
+    Args:
+        spec: any spec; it is returned as it is when it names neither the demo's model nor its data.
+
+    Raises:
+        Refused: for another `demo://` name, or when the demo cannot be built here.
+    """
+    for field, value, known in (
+        ("model", spec.model, DEMO_MODEL),
+        ("dataset", spec.dataset, DEMO_DATASET),
+    ):
+        if value.startswith("demo://") and value != known:
+            raise refuse("DEMO003", field, f"there is no {value!r}", f"use {known!r}")
+    if spec.model != DEMO_MODEL and spec.dataset != DEMO_DATASET:
+        return spec
+    folder = Path(spec.output_dir).expanduser().absolute() / "demo"
+    train_path, eval_path = build_demo_data(folder)
+    changes: dict[str, Any] = {}
+    if spec.dataset == DEMO_DATASET:
+        changes["dataset"] = str(train_path)
+        held_out = spec.data.eval_dataset or str(eval_path)
+        changes["data"] = spec.data.model_copy(update={"eval_dataset": held_out})
+    if spec.model == DEMO_MODEL:
+        changes["model"] = str(build_demo_model(folder / "tiny-llama", train_path))
+    return spec.model_copy(update=changes)

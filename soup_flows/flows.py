@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from prefect import flow, runtime
-from pydantic import Field
 
 from soup_flows.artifacts import RunConfig, save_report, save_run_config
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Refused
+from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
@@ -18,8 +19,10 @@ from soup_flows.spec import (
     DeepSpeedPreset,
     Device,
     FSDPPreset,
+    GpuCount,
     LauncherSettings,
     LoraSettings,
+    PlainStrategy,
     TrainingSettings,
     TrainingSpec,
     parse_spec,
@@ -32,10 +35,9 @@ from soup_flows.tasks import (
     write_temp_config,
 )
 
-Title = Annotated
 
-
-@flow(name="soup-train", validate_parameters=False, description="Multi-GPU fine-tuning, planned and proven.")
+# The spec validates the parameters itself: all problems at once, in readable words.
+@flow(name="soup-train", validate_parameters=False)
 def soup_train(
     model: str,
     dataset: str,
@@ -43,6 +45,96 @@ def soup_train(
     deepspeed: DeepSpeedPreset | None = None,
     fsdp: FSDPPreset | None = None,
     deepspeed_config: str | None = None,
-    gpus: Annotated[int, Field(ge=1)] | Any = "auto",
+    strategy: PlainStrategy = "auto",
+    gpus: GpuCount = "auto",
+    device: Device = "auto",
+    nvme_path: str | None = None,
+    trust_remote_code: bool = False,
+    training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
+    lora: LoraSettings = LoraSettings(),  # noqa: B008
+    data: DataSettings = DataSettings(),  # noqa: B008
+    launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
 ) -> TrainReport:
-    """x."""
+    """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
+
+    Args:
+        model: Folder with config.json, or a Hub id; demo://tiny-llama builds a tiny random model.
+        dataset: JSONL, JSON, CSV, Parquet or text file, or a folder of them; demo://stdlib-qa is made from the
+            standard library's documentation.
+        output_dir: Runs are kept in <output_dir>/runs/<run id>/.
+        deepspeed: DeepSpeed ZeRO preset. Not together with fsdp or deepspeed_config.
+        fsdp: PyTorch FSDP2 preset. Not together with deepspeed or deepspeed_config.
+        deepspeed_config: Path of your own DeepSpeed JSON, used byte for byte.
+        strategy: Without a preset: auto picks, single and ddp shard nothing.
+        gpus: GPUs of this machine, one rank each (auto: all that are visible); CPU ranks with device=cpu.
+        device: auto and cuda need GPUs; cpu runs the ranks on CPU over gloo.
+        nvme_path: Folder on a local NVMe disk, for the preset zero3_nvme.
+        trust_remote_code: Run the Python code in the model's repository with your rights.
+        training: How the model is trained.
+        lora: Adapter settings, for training.method=lora.
+        data: What the rows mean and how long they may be.
+        launcher: How the processes are started, watched and stopped.
+
+    Returns:
+        The report; it is in the run directory and in the artifact soup-train-report too.
+
+    Raises:
+        Refused: nothing was started; all problems, each with its fix.
+        TrainingFailed: a started run ended badly; class, cause, advice.
+    """
+    return run_training(dict(locals()))
+
+
+def run_training(values: Mapping[str, Any]) -> TrainReport:
+    """Run the five tasks with `values` as the spec; see `soup_train`."""
+    run_id = runtime.flow_run.id or str(uuid4())
+    try:
+        spec = resolve_demo(parse_spec(values))
+        hardware = detect_hardware(spec.device, [spec.output_dir])
+        plan = resolve_sharding_config(spec, hardware)
+        problems = validate_strategy(spec, hardware, plan)
+    except Refused as refused:
+        _record_refusal(values, run_id, refused)
+        raise
+    launch = write_temp_config(spec, hardware, plan, run_id)
+    save_run_config(RunConfig(spec=spec, hardware=hardware, plan=plan, launch=launch))
+    try:
+        report = launch_distributed_train(launch, problems)
+    except TrainingFailed as failed:
+        save_report(TrainReport.load(failed.run_dir))
+        raise
+    save_report(report)
+    return report
+
+
+def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:
+    """Keep why the run was refused: in its run directory, where that can be written, and as an artifact."""
+    output_dir = values.get("output_dir")
+    default = str(TrainingSpec.model_fields["output_dir"].default)
+    paths = RunPaths.of(output_dir if isinstance(output_dir, str) and output_dir else default, run_id)
+    report = TrainReport(
+        run_id=run_id,
+        run_dir=str(paths.root),
+        state="refused",
+        failure_class="bad_config",
+        cause=str(refused),
+        problems=refused.problems,
+    )
+    try:
+        report.save()
+    except OSError:
+        report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
+    save_report(report)
+
+
+def demo_parameters(output_dir: str | Path = "demo-output") -> dict[str, Any]:
+    """Return the parameters of the demo: a tiny model, two CPU ranks, about a minute of training."""
+    return {
+        "model": "demo://tiny-llama",
+        "dataset": "demo://stdlib-qa",
+        "output_dir": str(output_dir),
+        "gpus": 2,
+        "device": "cpu",
+        "training": {"learning_rate": 1e-3, "global_batch_size": 16, "num_train_epochs": 1},
+        "data": {"max_length": 256},
+    }

@@ -95,6 +95,15 @@ class TrainReport(BaseModel):
         """Loss on the held-out rows after training."""
         return self.evaluations[-1].loss if self.evaluations else None
 
+    @classmethod
+    def load(cls, run_dir: str | Path) -> TrainReport:
+        """Read the report of a run directory.
+
+        Raises:
+            FileNotFoundError: if the run has not ended yet.
+        """
+        return cls.model_validate_json(RunPaths(Path(run_dir)).report.read_bytes())
+
     def save(self) -> Path:
         """Write the report into its run directory."""
         paths = RunPaths(Path(self.run_dir)).create()

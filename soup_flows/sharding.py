@@ -159,9 +159,7 @@ def _dtype(spec: TrainingSpec, hardware: Hardware, device: str) -> tuple[Dtype, 
     return "bf16", "the GPUs have bf16 (compute capability 8.0 or newer)"
 
 
-def _strategy(
-    spec: TrainingSpec, world_size: int, user_config: dict[str, Any] | None
-) -> tuple[str, str]:
+def _strategy(spec: TrainingSpec, world_size: int, user_config: dict[str, Any] | None) -> tuple[str, str]:
     """Decide the strategy's name, and say why."""
     pinned = spec.deepspeed or spec.fsdp
     if pinned:

@@ -15,6 +15,7 @@ DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
 ]
 FSDPPreset = Literal["full_shard", "shard_grad", "full_offload", "hybrid_shard"]
+PlainStrategy = Literal["auto", "single", "ddp"]
 Device = Literal["auto", "cuda", "cpu"]
 GpuCount = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 
@@ -123,7 +124,7 @@ class TrainingSpec(Group):
     """PyTorch FSDP2 preset; not together with `deepspeed` or `deepspeed_config`."""
     deepspeed_config: str | None = Field(None, title="DeepSpeed JSON")
     """Path of your own DeepSpeed JSON, used byte for byte."""
-    strategy: Literal["auto", "single", "ddp"] = Field("auto", title="Strategy without a preset")
+    strategy: PlainStrategy = Field("auto", title="Strategy without a preset")
     """`auto` picks the least sharding that fits; `single` and `ddp` are strategies without a preset."""
     gpus: GpuCount = Field("auto", title="GPUs")
     """GPUs of this machine (one rank each), or CPU ranks with `device=cpu`."""

@@ -6,10 +6,10 @@ They are synchronous, and have effects (or read the machine), so results are nev
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from prefect import runtime, task
@@ -24,8 +24,8 @@ from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.run import Outcome, run
-from soup_flows.paths import RunPaths, write_atomic, write_json
-from soup_flows.report import TrainReport, read_attempt
+from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
+from soup_flows.report import RunState, TrainReport, read_attempt
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation import count_rows, validate
@@ -159,8 +159,12 @@ def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
 
 
 @task(name="launch distributed train", cache_policy=NO_CACHE)
-def launch_distributed_train(launch: LaunchPlan) -> TrainReport:
+def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = ()) -> TrainReport:
     """Start the ranks, watch them, and end with nothing left behind, however this ends.
+
+    Args:
+        launch: what `write temp config` returned.
+        problems: the warnings of `validate strategy`, kept in the report.
 
     Returns:
         The report; it is in the run directory as `report.json` too, also when this raises.
@@ -172,6 +176,13 @@ def launch_distributed_train(launch: LaunchPlan) -> TrainReport:
     logger = _logger()
     plan = ShardingPlan.model_validate_json(paths.plan.read_bytes())
     attempt = paths.attempt(launch.attempt)
+    base: dict[str, Any] = {
+        "run_id": launch.run_id,
+        "run_dir": launch.run_dir,
+        "plan": plan,
+        "problems": tuple(problems),
+        "attempts": launch.attempt,
+    }
     try:
         outcome = run(
             launch,
@@ -180,19 +191,15 @@ def launch_distributed_train(launch: LaunchPlan) -> TrainReport:
             should_stop=_own_run_watch(),
         )
     except BaseException as stopped:
-        report = TrainReport(
-            run_id=launch.run_id,
-            run_dir=launch.run_dir,
+        TrainReport(
             state="cancelled",
             failure_class="cancelled",
             cause=f"stopped by {type(stopped).__name__}",
-            plan=plan,
-            attempts=launch.attempt,
+            **base,
             **read_attempt(attempt),
-        )
-        report.save()
+        ).save()
         raise
-    report = _report(launch, plan, outcome)
+    report = _report(attempt, outcome, base)
     report.save()
     if report.state != "completed":
         raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
@@ -200,24 +207,15 @@ def launch_distributed_train(launch: LaunchPlan) -> TrainReport:
     return report
 
 
-def _report(launch: LaunchPlan, plan: ShardingPlan, outcome: Outcome) -> TrainReport:
+def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
     """Judge the attempt by what it wrote, never by an exit code alone."""
-    attempt = RunPaths(Path(launch.run_dir)).attempt(launch.attempt)
-    found = read_attempt(attempt)
-    proven = found.get("proof") is not None and not found["proof"].failures
-    base = {
-        "run_id": launch.run_id,
-        "run_dir": launch.run_dir,
-        "plan": plan,
-        "attempts": launch.attempt,
-        "seconds": outcome.seconds,
-        **found,
-    }
-    if found.get("saved") and proven:
-        return TrainReport(state="completed", **base)
+    found = base | read_attempt(attempt) | {"seconds": outcome.seconds}
+    proof = found.get("proof")
+    if found.get("saved") and proof is not None and not proof.failures:
+        return TrainReport(state="completed", **found)
     failure_class, cause, advice = classify(attempt, outcome)
-    state = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
-    return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **base)
+    state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
+    return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 
 def _own_run_watch() -> Callable[[], str | None] | None:
