@@ -71,9 +71,9 @@ _QUESTIONS = {
 def build_demo_data(folder: Path) -> tuple[Path, Path]:
     """Write the demo data set below `folder`, unless it is there already and complete.
 
-    About 2,000 chat rows (`messages`, JSON lines) from the documentation strings of the standard library, read
-    as text: no module is imported. One question in 20 is held out, chosen by its hash; no question and no
-    answer stands in both files.
+    About 2,000 chat rows (`messages`, JSON lines) from the documentation strings of the standard library,
+    read as text: no module is imported. One question in 20 is held out, chosen by its hash; no question and
+    no answer stands in both files.
 
     Args:
         folder: created when missing.

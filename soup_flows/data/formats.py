@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,18 +71,17 @@ def load_examples(
     """
     examples: list[Example] = []
     dropped: list[Dropped] = []
-    name = ""
-    for item, name in itertools.islice(iter_examples(source, field=field), limit):
+    for item in itertools.islice(iter_examples(source, field=field), limit):
         if isinstance(item, Dropped):
             dropped.append(item)
         else:
             examples.append(item)
     check_kept(source, len(examples), dropped, policy=policy, field=field)
-    return DataSet(examples, len(examples) + len(dropped), len(examples), dropped, name)
+    return DataSet(examples, len(examples) + len(dropped), len(examples), dropped, examples[0].format)
 
 
-def iter_examples(source: str | Path, *, field: str = "dataset") -> Iterator[tuple[Example | Dropped, str]]:
-    """Yield each row as `Example` or `Dropped`, with the format found so far; one row in memory at a time.
+def iter_examples(source: str | Path, *, field: str = "dataset") -> Iterator[Example | Dropped]:
+    """Yield each row as `Example` or `Dropped`; one row is in memory at a time.
 
     Raises:
         Refused: if the source is unreadable or mixes formats; the rest of the source is then read to count
@@ -93,17 +92,17 @@ def iter_examples(source: str | Path, *, field: str = "dataset") -> Iterator[tup
     rows = read_rows(source, field=field)
     for row in rows:
         if isinstance(row, Dropped):
-            yield row, current
+            yield row
             continue
         found = detect(row.value, current)
         if not found:
-            yield _unknown(row), current
+            yield _unknown(row)
             continue
         if current and found != current:
             raise _mixture(current, first, found, row, rows, field)
         if not current:
             current, first = found, row.line
-        yield convert(row, found), current
+        yield convert(row, found)
 
 
 def detect(value: dict[str, Any], current: str = "") -> str:
@@ -125,7 +124,7 @@ def detect(value: dict[str, Any], current: str = "") -> str:
 def convert(row: Row, name: str) -> Example | Dropped:
     """Return the row as an `Example`, or as `Dropped` with the field, what was found and what was wanted."""
     try:
-        return CONVERTERS[name](row)
+        return replace(CONVERTERS[name](row), format=name)
     except BadRow as error:
         return Dropped(row.line, error.reason, error.field, error.found, error.wanted, row.file)
 

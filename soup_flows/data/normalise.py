@@ -26,7 +26,7 @@ _SHAREGPT_ROLES = {
 }
 _KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 _CONTROL = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
 )
 
 
@@ -218,7 +218,7 @@ def _preference(row: Row) -> Example:
             shared = [{"role": "user", "content": text_of(prompt, "prompt")}]
         else:
             same = [a == b for a, b in zip(chosen, rejected, strict=False)]
-            cut = min((same + [False]).index(False), len(chosen) - 1, len(rejected) - 1)
+            cut = min([*same, False].index(False), len(chosen) - 1, len(rejected) - 1)
             shared, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
         _differ(chosen, rejected)
         return Example("preference", messages=shared, chosen=chosen, rejected=rejected, **place)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ def read_rows(source: str | Path, *, field: str = "dataset") -> Iterator[Row | D
         `Row`, or `Dropped` for a line that could not be read.
 
     Raises:
-        Refused: if the source is missing, not a regular file, in an unknown format or encoding, or unreadable.
+        Refused: if the source is missing, not a regular file, of an unknown kind or encoding, or unreadable.
             It is raised at the first row, since this is a generator; `list_files` raises at once.
     """
     for path in list_files(source, field=field):
@@ -138,11 +138,11 @@ def _read_file(path: Path, field: str) -> Iterator[Row | Dropped]:
 
 
 def _open(path: Path, field: str) -> IO[bytes]:
-    """Open a file for reading bytes, through gzip where its first bytes say so, and name a foreign encoding."""
+    """Open a file for reading bytes, through gzip where its first bytes say so, in UTF-8 or refused."""
     raw = path.open("rb")
     packed = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
-    file = cast(IO[bytes], gzip.open(raw)) if packed else raw
+    file = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
     try:
         head = file.read(1024)
         encoding = next((words for mark, words in _ENCODINGS if head.startswith(mark)), "")
@@ -222,8 +222,8 @@ def _read_text(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
 def _read_table(path: Path, kind: str, field: str) -> Iterator[Row | Dropped]:
     """Yield the rows of a Parquet file or of an Arrow file of a saved `datasets` folder."""
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ImportError:
         fix = "pip install pyarrow (part of soup-flows[train])"
         raise refuse("DATA009", field, f"{path} needs pyarrow to be read", fix) from None

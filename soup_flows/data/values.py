@@ -80,6 +80,7 @@ class Example:
         label: `kto`: whether the answer is a good one.
         tools: tool schemas for the chat template.
         notes: what is odd about the row though it is kept, such as control tokens in its text.
+        format: one of `formats.FORMATS`.
         line: as in `Row`.
         file: path of the file.
     """
@@ -96,6 +97,7 @@ class Example:
     label: bool = True
     tools: list[Any] | None = None
     notes: tuple[str, ...] = ()
+    format: str = ""
     line: int = 0
     file: str = ""
 
