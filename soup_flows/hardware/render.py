@@ -61,11 +61,11 @@ def _summary(hw: Hardware) -> list[tuple[str, ...]]:
     build = f"{hw.cxx or 'no C++ compiler'}, {'ninja' if hw.ninja else 'no ninja'}"
     rows = [
         ("device", hw.device if not hw.gpus else f"{hw.device}, {count}, {hw.interconnect}", "gpus"),
-        ("NVIDIA driver", driver, "gpus"),
+        ("NVIDIA driver", driver, "driver_version"),
         ("visible devices", "all" if hw.visible_devices is None else hw.visible_devices, "visible_devices"),
         ("CPU cores", str(hw.cpu_cores), "cpu_cores"),
         ("host memory", f"{_gib(memory.usable_bytes)} usable ({detail})", "host_memory"),
-        ("shared memory", _disk(hw.shm), "disks"),
+        ("shared memory", _disk(hw.shm), "shm"),
         *((f"disk {disk.path}", _disk(disk), "disks") for disk in hw.disks),
         ("CUDA toolkit", hw.cuda_toolkit or "-", "cuda_toolkit"),
         ("torch for CUDA", hw.torch_cuda or "-", "torch_cuda"),
