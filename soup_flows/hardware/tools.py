@@ -31,7 +31,7 @@ def cuda_toolkit(environ: Mapping[str, str]) -> tuple[str | None, str]:
     (`torch/utils/cpp_extension.py`, `_find_cuda_home`).
     """
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     nvcc = nvcc or "/usr/local/cuda/bin/nvcc"
     try:
         done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=5, check=False)
@@ -44,12 +44,14 @@ def cuda_toolkit(environ: Mapping[str, str]) -> tuple[str | None, str]:
 def compiler(environ: Mapping[str, str]) -> str | None:
     """Return the path of the C++ compiler torch's extension builder would call: CXX, else c++ or g++."""
     names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++"]
-    return next((found for n in names if (found := shutil.which(n, path=environ.get("PATH")))), None)
+    return next(
+        (found for n in names if (found := shutil.which(n, path=environ.get("PATH", os.defpath)))), None
+    )
 
 
 def has_ninja(environ: Mapping[str, str]) -> bool:
     """Return whether `ninja` is on PATH; torch's extension builder refuses to work without it."""
-    return shutil.which("ninja", path=environ.get("PATH")) is not None
+    return shutil.which("ninja", path=environ.get("PATH", os.defpath)) is not None
 
 
 def torch_cuda() -> tuple[str | None, str]:
