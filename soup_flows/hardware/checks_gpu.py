@@ -63,7 +63,12 @@ def unused(hw: Hardware) -> Iterator[Problem]:
     """Report devices that are there and left out."""
     texts = {
         "hidden": ("HW005", "warning", "visible_devices", "change that setting if the run should have it"),
-        "mig": ("HW006", "warning", "gpus", "give each run its own CUDA_VISIBLE_DEVICES=MIG-<uuid>"),
+        "mig": (
+            "HW006",
+            "warning",
+            "gpus",
+            "choose one with CUDA_VISIBLE_DEVICES=<uuid>, for each run its own",
+        ),
         "unreadable": ("HW007", "error", "gpus", "look for Xid errors in dmesg; reset the GPU or reboot"),
         "vendor": ("HW008", "note", "gpus", "use a machine with NVIDIA GPUs, or device=cpu"),
     }

@@ -54,7 +54,7 @@ def select(readings: Sequence[GpuReading], environ: Mapping[str, str]) -> Select
     shown = {reading.index for reading, _ in named}
     result.unused += [unused(r, None, "hidden", reason) for r in readings if r.index not in shown]
     _one_slice(whole, result)
-    if len({r.name for r in readings}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    if len({r.name for r in readings if r.name}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         result.notes.append(
             "The GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA numbers the fastest first, so its "
             "numbers may not be those of nvidia-smi that are shown here. UUIDs are unambiguous."

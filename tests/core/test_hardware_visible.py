@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import os
 import types
@@ -51,18 +52,23 @@ def test_cuda_visible_devices(value: str, expected: list[int]) -> None:
     assert visible(CUDA_VISIBLE_DEVICES=value) == expected
 
 
-def torch_says(value: str) -> list[int]:
-    """The answer of torch's own parser, taken from its source since importing torch takes seconds."""
+@functools.cache
+def torch_parser() -> types.CodeType:
+    """Torch's own functions, taken from its source since importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         pytest.skip("torch is not installed")
     names = {"_parse_visible_devices", "_transform_uuid_to_ordinals"}
     tree = ast.parse((Path(spec.origin).parent / "cuda/__init__.py").read_text())
     body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    return compile(ast.Module(body, []), "torch", "exec")
+
+
+def torch_says(value: str) -> list[int]:
     torch = types.SimpleNamespace(version=types.SimpleNamespace(hip=None))
     fake_os = types.SimpleNamespace(getenv={"CUDA_VISIBLE_DEVICES": value}.get)
     scope: dict[str, Any] = {"os": fake_os, "torch": torch, "cast": cast}
-    exec(compile(ast.Module(body, []), "torch", "exec"), scope)
+    exec(torch_parser(), scope)
     found = scope["_parse_visible_devices"]()
     if found and isinstance(found[0], str):
         return list(scope["_transform_uuid_to_ordinals"](found, [str(gpu.uuid) for gpu in GPUS]))
