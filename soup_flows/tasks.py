@@ -213,7 +213,7 @@ def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> Tr
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
         return TrainReport(state="completed", **found)
-    failure_class, cause, advice = classify(attempt, outcome)
+    failure_class, cause, advice = classify(attempt, outcome.receipt)
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
