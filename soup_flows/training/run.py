@@ -6,11 +6,13 @@ import math
 import os
 import resource
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from soup_flows.batch import Steps, steps
@@ -67,6 +69,9 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
         run_dir: the run directory with `spec.json`, `plan.json` and `launch.json`.
         attempt_dir: where this attempt's events, errors and result go.
     """
+    # DeepSpeed calls collectives by names that torch 2.13 renamed: a warning per call, and nothing to do about it.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)
     job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
