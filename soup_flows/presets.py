@@ -83,7 +83,7 @@ _WHY: dict[str, str] = {
     "zero_optimization.offload_param.nvme_path": "folder for the swap files, used with device nvme",
     "zero_optimization.offload_optimizer.buffer_count": "swap buffers: parameter, gradient, two Adam states",
     "zero_optimization.offload_param.buffer_count": "swap buffers for parameters",
-    "zero_optimization.offload_param.buffer_size": "elements per swap buffer; at least a rank's largest shard",
+    "zero_optimization.offload_param.buffer_size": "elements per swap buffer; holds a rank's largest shard",
     "zero_optimization.offload_param.max_in_cpu": "parameter elements that stay in CPU memory beside NVMe",
     "zero_optimization.offload_optimizer.pipeline_read": "read ahead from NVMe; doubles the buffers",
     "zero_optimization.offload_optimizer.pipeline_write": "write behind to NVMe; doubles the buffers",
