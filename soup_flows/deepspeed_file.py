@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -68,9 +69,9 @@ def _no_constant(name: str) -> Any:
 
 
 def _lines_with(text: str, token: str) -> str:
-    """Say on which lines, and in which columns, `token` (a pattern) is."""
+    """Say on which lines, and in which columns, `token` (a pattern) is; the first five places."""
     places = []
-    for match in re.finditer(token, text):
+    for match in itertools.islice(re.finditer(token, text), 5):
         start = text.rfind("\n", 0, match.start())
         places.append(f"line {text.count(chr(10), 0, match.start()) + 1} column {match.start() - start}")
     return "found at " + ", ".join(places) if places else "written with escapes"

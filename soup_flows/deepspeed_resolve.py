@@ -69,15 +69,10 @@ def resolve_deepspeed_config(
     """
     _check_shape(cfg)
     world = positive("gpus", gpu_count)
-    wishes = {
-        TOTAL: train_batch_size,
-        MICRO: per_device_train_batch_size,
-        ACCUMULATION: gradient_accumulation_steps,
-    }
-    given = {key: value for key, value in wishes.items() if value is not None}
+    asked = (train_batch_size, per_device_train_batch_size, gradient_accumulation_steps)
     edit = ConfigEdit(cfg)
     raise_together(
-        lambda: _batch(edit, world, given),
+        lambda: _batch(edit, world, asked),
         lambda: _dtype(edit, dtype),
         lambda: _clipping(edit, gradient_clipping),
         lambda: _zeropp(edit, world, ranks_per_node),
@@ -111,9 +106,11 @@ def _check_shape(cfg: object) -> None:
         raise refuse("DSR001", "zero_optimization", message, 'write {"stage": 2} or another stage')
 
 
-def _batch(edit: ConfigEdit, world: int, given: dict[str, int]) -> None:
-    """Make the three batch keys agree with each other and with the ranks."""
-    now = {key: edit.cfg.get(key) for key in (TOTAL, MICRO, ACCUMULATION)}
+def _batch(edit: ConfigEdit, world: int, asked: tuple[int | None, int | None, int | None]) -> None:
+    """Make the three batch keys agree with each other, with what is asked for this run, and with the ranks."""
+    keys = (TOTAL, MICRO, ACCUMULATION)
+    given = {key: value for key, value in zip(keys, asked, strict=True) if value is not None}
+    now = {key: edit.cfg.get(key) for key in keys}
     numbers = {key: value for key, value in now.items() if value is not None and value != "auto"}
     for key, value in (*numbers.items(), *given.items()):
         positive(key, value)
