@@ -107,7 +107,7 @@ def _check_shape(cfg: object) -> None:
 
 
 def _batch(edit: ConfigEdit, world: int, asked: tuple[int | None, int | None, int | None]) -> None:
-    """Make the three batch keys agree with each other, with what is asked for this run, and with the ranks."""
+    """Make the three batch keys agree with each other, with what was asked for, and with the ranks."""
     keys = (TOTAL, MICRO, ACCUMULATION)
     given = {key: value for key, value in zip(keys, asked, strict=True) if value is not None}
     now = {key: edit.cfg.get(key) for key in keys}
