@@ -46,7 +46,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: PLE0604, RUF022 (listed by home)
+__all__ = [  # noqa: RUF022 (types, then functions)
     "__version__",
     "Hardware",
     "LaunchPlan",

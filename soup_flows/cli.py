@@ -22,7 +22,17 @@ from soup_flows.validation import count_rows, validate
 
 GOOD, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
-_FLAT = ("model", "dataset", "output_dir", "deepspeed", "fsdp", "deepspeed_config", "gpus", "device", "strategy")
+_FLAT = (
+    "model",
+    "dataset",
+    "output_dir",
+    "deepspeed",
+    "fsdp",
+    "deepspeed_config",
+    "gpus",
+    "device",
+    "strategy",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,7 +133,9 @@ def _spec_file(name: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise refuse("CLI002", "--spec", f"{name!r} cannot be read: {error}", "give a JSON or YAML file") from None
+        raise refuse(
+            "CLI002", "--spec", f"{name!r} cannot be read: {error}", "give a JSON or YAML file"
+        ) from None
     if not isinstance(value, dict):
         raise refuse("CLI002", "--spec", f"{name!r} holds no settings", "write `model: ...` and so on")
     return value
@@ -233,7 +245,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     hardware = detect("auto", ["."])
     problems = doctor(hardware)
     if arguments.json:
-        _print_json({"hardware": hardware.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
+        _print_json(
+            {"hardware": hardware.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]}
+        )
     else:
         print(render(hardware, problems))
     return FAILED if any(problem.severity == "error" for problem in problems) else GOOD

@@ -146,7 +146,9 @@ def _dtype(spec: TrainingSpec, hardware: Hardware, device: str) -> tuple[Dtype, 
     asked = spec.training.dtype
     if device == "cpu":
         if asked == "fp16":
-            raise refuse("PLAN003", "training.dtype", "fp16 is not supported on CPU", "use dtype=fp32 or bf16")
+            raise refuse(
+                "PLAN003", "training.dtype", "fp16 is not supported on CPU", "use dtype=fp32 or bf16"
+            )
         return ("fp32", "CPU ranks compute in fp32") if asked == "auto" else (asked, "as asked")
     old = [gpu.name for gpu in hardware.gpus if gpu.bf16 is False]
     if asked == "bf16" and old:
@@ -290,7 +292,9 @@ def read_model_config(model: str) -> dict[str, Any] | None:
     folder = Path(model).expanduser()
     if not folder.exists():
         if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-            raise refuse("PLAN009", "model", f"there is no folder {model!r}", "give a model folder or a Hub id")
+            raise refuse(
+                "PLAN009", "model", f"there is no folder {model!r}", "give a model folder or a Hub id"
+            )
         return None
     file = folder / "config.json"
     if not file.is_file():
@@ -301,7 +305,10 @@ def read_model_config(model: str) -> dict[str, Any] | None:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise refuse(
-            "PLAN011", "model", f"{file} cannot be read: {error}", "save the model again with save_pretrained()"
+            "PLAN011",
+            "model",
+            f"{file} cannot be read: {error}",
+            "save the model again with save_pretrained()",
         ) from None
     if not isinstance(value, dict):
         raise refuse("PLAN011", "model", f"{file} is not a JSON object", "save the model again")

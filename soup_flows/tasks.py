@@ -236,7 +236,7 @@ def _own_run_watch() -> Callable[[], str | None] | None:
         try:
             with get_client(sync_client=True) as client:
                 state = client.read_flow_run(flow_run_id).state  # type: ignore[arg-type]
-        except Exception:  # noqa: BLE001 (an outage is no reason to stop)
+        except Exception:  # an outage of the server is no reason to stop
             return None
         done = state is not None and (state.is_cancelling() or state.is_final())
         return f"the server says the run is {state.name}" if done and state else None

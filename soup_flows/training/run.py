@@ -70,7 +70,9 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
         attempt_dir: where this attempt's events, errors and result go.
     """
     # DeepSpeed calls collectives by names that torch 2.13 renamed: a warning per call, and nothing to do about it.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)

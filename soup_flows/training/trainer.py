@@ -82,7 +82,7 @@ class SoupTrainer(Trainer):
         self,
         model: torch.nn.Module,
         inputs: dict[str, Any],
-        return_outputs: bool = False,
+        return_outputs: bool = False,  # noqa: ARG002 (Trainer's signature)
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Return the micro batch's part of the step's mean loss; gradients are averaged over the ranks."""
