@@ -1,4 +1,4 @@
-"""The tables behind `outcome`: which exception types and words mean which failure class, and what to do about it."""
+"""The tables behind `outcome`: which exception types and words mean which class, and what to do about it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TYPES: tuple[tuple[str, FailureClass], ...] = (
     ("builtins.ImportError", "import_error"),
     ("builtins.FileNotFoundError", "not_found"),
 )
-"""Exception class (or a base, or one in the chain of causes) and what it means; the first row that fits decides."""
+"""Exception class (or a base, or a cause of it) and what it means; the first row that fits decides."""
 
 WORDS: tuple[tuple[tuple[str, ...], FailureClass], ...] = (
     (("cuda out of memory",), "cuda_oom"),
     (("cublas_status_alloc_failed",), "cuda_oom"),
-    (("no space left on device", "/dev/shm"), "shm_full"),
+    (("no space left on device", "/dev/shm"), "shm_full"),  # noqa: S108
     (("no space left on device", "shared memory"), "shm_full"),
     (("unable to write to file </torch_",), "shm_full"),  # torch, MapAllocator.cpp
     (("insufficient shared memory (shm)",), "shm_full"),  # torch, utils/data/_utils/signal_handling.py
@@ -56,7 +56,7 @@ WORDS: tuple[tuple[tuple[str, ...], FailureClass], ...] = (
 """Words (lower case) that stand together in a line, and what they mean; the first row that fits decides."""
 
 ADVICE: dict[FailureClass, str] = {
-    "cuda_oom": "Lower the micro batch, turn on gradient checkpointing, or shard more (zero3, full_shard, off-load).",
+    "cuda_oom": "Lower the micro batch, checkpoint activations, or shard more (zero3, full_shard, off-load).",
     "host_oom": "Give the run more host memory, or use less off-loading and fewer data-loader workers.",
     "shm_full": "Enlarge /dev/shm (docker: --shm-size=8g; Kubernetes: an emptyDir with medium Memory).",
     "disk_full": "Free space or keep fewer checkpoints; the last complete checkpoint can be resumed.",
@@ -80,7 +80,7 @@ ADVICE: dict[FailureClass, str] = {
 
 
 def match_types(types: Sequence[str], message: str) -> FailureClass | None:
-    """Return the class for an exception's types (itself, its bases, its causes); OSErrors also need their message."""
+    """Return the class for an exception's types (itself, its bases, its causes), or None."""
     by_type = next((kind for name, kind in TYPES if name in types), None)
     return None if by_type == "not_found" and match_text(message) else by_type
 

@@ -29,7 +29,7 @@ class LineTail:
         self._rest = b""
 
     def poll(self, limit_bytes: int = READ_BYTES) -> list[str]:
-        """Return the complete lines that are new, from at most `limit_bytes` read now; empty when up to date."""
+        """Return the complete lines that are new, from at most `limit_bytes` read now."""
         if self._file is None and not self._open():
             return []
         assert self._file is not None
@@ -72,7 +72,7 @@ class LineTail:
                 return last
             self._file.close()
             self._file = None
-            return self._file.read(limit_bytes) if self._open() and self._file else b""  # type: ignore[unreachable]
+            return self._file.read(limit_bytes) if self._open() and self._file else b""
         if mine.st_size < self._file.tell():
             self._rest = b""
             self._file.seek(0)
@@ -81,7 +81,7 @@ class LineTail:
 
 
 class EventTail:
-    """Follows an events file; torn lines, other versions and things that are no events are counted and skipped."""
+    """Follows an events file; torn lines, other versions and what is no event are counted and skipped."""
 
     def __init__(self, path: str | Path) -> None:
         self._lines = LineTail(path)
@@ -124,7 +124,7 @@ def strip_ansi(text: str) -> str:
 
 
 def sample_lines(lines: Sequence[str], keep: int, where: str) -> list[str]:
-    """Return at most `keep` of `lines`, the first and the last ones, and one line that says what was left out."""
+    """Return at most `keep` of `lines`, the first and last ones, and a line that says what was left out."""
     if len(lines) <= keep:
         return list(lines)
     head = keep // 2

@@ -1,7 +1,7 @@
 """Names that the supervisor, the ranks and the flow share: environment variables and files. Standard library.
 
-The *channel* is a private folder (0700) on local disk that lives as long as an attempt: one FIFO per rank for its
-output, its PID, and a mark when it ended cleanly.
+The *channel* is a private folder (0700) on local disk that lives as long as an attempt: one FIFO per rank for
+its output, its PID, and a mark when it ended cleanly.
 """
 
 from __future__ import annotations

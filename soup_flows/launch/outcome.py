@@ -1,7 +1,8 @@
 """Say why an attempt ended, from its folder and the supervisor's receipt: class, cause, advice.
 
-Evidence, strongest first: what was asked (a stop, the time limit, a stall), unless a rank had failed before; the error
-file of the first failing rank by time; a rank that died without one, by its signal; the text of the logs.
+Evidence, strongest first: what was asked (a stop, the time limit, a stall), unless a rank had failed before;
+the error file of the first failing rank by time; a rank that died without one, by its signal; the text of the
+logs.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ def _verdict(kind: FailureClass, cause: str, advice: str | None = None) -> Verdi
     return Verdict(kind, cause, advice or ADVICE[kind])
 
 
-# -- a rank died without saying why -----------------------------------------------------------------------------
+# -- a rank died without saying why ----------------------------------------------------------------
 
 
 def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
-    """Return `{"rank", "exit_code", "time"}` of the rank that died first, by a signal that nobody here sent."""
+    """Return `{"rank", "exit_code", "time"}` of the rank that died first without a word and not by us."""
     own = {
         entry["pid"] for entry in receipt.get("signalled", ()) if entry["signal"] in ("SIGKILL", "SIGTERM")
     }
@@ -153,11 +154,12 @@ def _from_death(death: dict[str, Any], receipt: dict[str, Any]) -> Verdict | Non
     return _verdict("rank_killed", f"rank {rank} crashed with {name}")
 
 
-# -- a rank raised ----------------------------------------------------------------------------------------------
+# -- a rank raised ---------------------------------------------------------------------------------
 
 
 def _from_error(error: RankError) -> Verdict:
-    where = f"rank {error.rank} failed first, with {error.type.removeprefix('builtins.')}: {_short(error.message)}"
+    name = error.type.removeprefix("builtins.")
+    where = f"rank {error.rank} failed first, with {name}: {_short(error.message)}"
     kind = (
         error.failure_class
         or match_types(error.types, error.message)
@@ -172,7 +174,7 @@ def _short(text: str, limit: int = 500) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-# -- it was stopped ---------------------------------------------------------------------------------------------
+# -- it was stopped --------------------------------------------------------------------------------
 
 
 def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None:
@@ -182,8 +184,8 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
         frame = stuck_frame(layout.stacks(attempt.root, stall.get("rank", 0)))
         return _verdict(
             "stalled",
-            f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank {stall.get('rank')} "
-            f"is furthest behind, at step {stall.get('step')} in phase {stall.get('phase')}"
+            f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank "
+            f"{stall.get('rank')} is furthest behind, at step {stall.get('step')}, phase {stall.get('phase')}"
             + (f", in {frame}" if frame else ""),
         )
     if reason in STOPPED:
@@ -193,7 +195,7 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
 
 
 def stuck_frame(stacks: Path) -> str | None:
-    """Return the innermost Python frame of the main thread in a faulthandler dump, such as `all_reduce (line 12 ...)`.
+    """Return the main thread's innermost frame in a faulthandler dump, as `all_reduce (x.py, line 12)`.
 
     faulthandler writes the main thread last and each thread's innermost frame first.
     """
@@ -209,7 +211,7 @@ def stuck_frame(stacks: Path) -> str | None:
     return f"{function} ({os.path.basename(file.strip(chr(34)))}, line {line})"
 
 
-# -- only text and an exit code are left ------------------------------------------------------------------------
+# -- only text and an exit code are left -----------------------------------------------------------
 
 
 def _from_text(attempt: AttemptPaths) -> Verdict | None:

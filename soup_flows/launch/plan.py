@@ -1,4 +1,4 @@
-"""The launch as data: one frozen value that says everything about starting an attempt, made by a plain function."""
+"""The launch as data: one frozen value that says all about starting an attempt, made by a plain function."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ INHERITED_RANK_VARIABLES = (
     "MV2_COMM_WORLD_*",
     "SOUP_FLOWS_*",
 )
-"""Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and DeepSpeed
-(`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
+"""Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and
+DeepSpeed (`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
 
 ORCHESTRATOR_SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
 """Credentials of the orchestrator, which ranks have no use for."""
@@ -110,7 +110,7 @@ class LaunchPlan(BaseModel):
         temp = self.paths.temp
         if self.config_path is not None and temp not in Path(self.config_path).parents:
             raise ValueError(
-                f"config_path {self.config_path!r} would be removed at the end and must be a copy below {temp}"
+                f"config_path {self.config_path!r} will be removed at the end: pass a copy below {temp}"
             )
         return self
 
@@ -125,7 +125,7 @@ class LaunchPlan(BaseModel):
         return self.paths.attempt(self.attempt)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the attempt's processes: `inherited` less `unset` plus `env`, secrets kept."""
+        """Return the environment of the attempt: `inherited` less `unset`, secrets kept, plus `env`."""
         return {
             **{k: v for k, v in inherited.items() if k in self.secrets or not _named(k, self.unset)},
             **self.env,
@@ -164,7 +164,8 @@ def build_launch_plan(
         omp_num_threads: CPU threads per rank; the usable cores divided by the ranks when None.
         stop_budget_s: seconds between the request to stop and the last process being gone.
         timeout_s: seconds after which the attempt is stopped, or None.
-        cuda_visible_devices: the leased devices, comma separated (UUIDs or indices); None leaves what is inherited.
+        cuda_visible_devices: the leased devices, comma separated (UUIDs or indices); None leaves what is
+            inherited.
         stall: the watchdog's limits; its defaults when None.
 
     Raises:
@@ -206,8 +207,8 @@ def build_launch_plan(
 def elastic_argv(run_id: str, nproc_per_node: int, stop_budget_s: float, *program: str) -> tuple[str, ...]:
     """Return the torch elastic command that runs `program` (`-m module args` or `script args`) on this host.
 
-    The port is chosen by the kernel, never 29500. No restarts: an attempt is one try, and retries are decided by
-    the flow, which may change the plan.
+    The port is chosen by the kernel, never 29500. No restarts: an attempt is one try, and retries are decided
+    by the flow, which may change the plan.
     """
     return (
         sys.executable,

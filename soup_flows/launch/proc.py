@@ -1,7 +1,7 @@
-"""Find and signal the processes of a run: by parent links and by an environment marker. Linux, standard library.
+"""Find and signal the processes of a run: by parent links and by an environment marker.
 
-Every process of a run inherits `SOUP_FLOWS_RUN=<run id>`; `/proc/<pid>/environ` shows the environment a process
-was started with, whatever it did about sessions, groups and parents since (`man 5 proc`).
+Every process of a run inherits `SOUP_FLOWS_RUN=<run id>`; `/proc/<pid>/environ` shows the environment a
+process was started with, whatever it did about sessions, groups and parents since (`man 5 proc`).
 """
 
 from __future__ import annotations
@@ -79,6 +79,40 @@ def send(pids: Iterable[int], number: int) -> list[int]:
         except (ProcessLookupError, PermissionError):
             continue
     return told
+
+
+def pidfd(pid: int) -> int:
+    """Return a descriptor that becomes readable when `pid` ends, -1 if it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def spawn(argv: list[str], environment: dict[str, str], output: int) -> int:
+    """Start `argv` in a session of its own, with stdout and stderr to `output`, and return its PID.
+
+    The kernel kills it when the calling thread dies (`man 2 PR_SET_PDEATHSIG`). Signals have their defaults again.
+    A command that cannot be started ends with exit code 127 and says so on `output`.
+    """
+    me = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != me:
+            os._exit(1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.execvpe(argv[0], argv, environment)  # noqa: S606
+    except BaseException as error:
+        os.write(output, f"cannot start {argv[0]}: {error}\n".encode())
+    os._exit(127)
 
 
 def signal_name(number: int) -> str:

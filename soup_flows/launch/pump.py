@@ -63,8 +63,8 @@ def _after_return(line: bytes) -> bytes:
 class Pump:
     """Reads one non-blocking descriptor and writes whole lines to a `RotatingLog`.
 
-    Of a progress bar only the text after the last carriage return is kept; a bar that is still moving is written
-    every ten seconds, so that the log of a stuck run shows where it stood.
+    Of a progress bar only the text after the last carriage return is kept; a bar that is still moving is
+    written every ten seconds, so that the log of a stuck run shows where it stood.
     """
 
     def __init__(self, fd: int, log: RotatingLog) -> None:
@@ -120,6 +120,6 @@ class Pump:
 
 
 def make_fifo(path: Path) -> int:
-    """Create a FIFO and return a read-write descriptor: no writer ever blocks on opening it or sees it close."""
+    """Create a FIFO and return a read-write descriptor: no writer blocks on opening it or sees it close."""
     os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

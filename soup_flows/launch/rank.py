@@ -44,8 +44,8 @@ def attempt_dir() -> Path | None:
 def attach() -> bool:
     """Tie this process to its supervisor; call it first.
 
-    From here on stdout and stderr go to the rank's own log, the process dies with its launcher even when that is
-    killed by SIGKILL, and SIGUSR1 writes the stacks of all threads to the attempt's `stacks/rank_<r>.txt`.
+    From here on stdout and stderr go to the rank's own log, the process dies with its launcher even when that
+    is killed by SIGKILL, and SIGUSR1 writes the stacks of all threads to the attempt's `stacks/rank_<r>.txt`.
 
     Returns:
         False, with nothing changed, when there is no supervisor.
@@ -130,8 +130,8 @@ def _plain(value: Any) -> Any:
 class EventWriter:
     """Appends structured events to the attempt's `events.jsonl`, one JSON object a line, one write each.
 
-    Several ranks may write to the same file: `O_APPEND` writes of one line do not mix on a local disk, and readers
-    skip a torn line. A full disk loses events, never the run.
+    Several ranks may write to the same file: `O_APPEND` writes of one line do not mix on a local disk, and
+    readers skip a torn line. A full disk loses events, never the run.
     """
 
     def __init__(self, path: str | Path, rank: int) -> None:
@@ -161,8 +161,8 @@ class EventWriter:
 def write_error(error: BaseException) -> Path | None:
     """Write what ended this rank to the attempt's `errors/rank_<r>.json`, for `soup_flows.launch.outcome`.
 
-    The file holds `type`, `types` (the class, its bases and those of its causes), `message`, `traceback`, `time`
-    (Unix seconds) and, if the exception carries one, its `failure_class`.
+    The file holds `type`, `types` (the class, its bases and those of its causes), `message`, `traceback`,
+    `time` (Unix seconds) and, if the exception carries one, its `failure_class`.
 
     Returns:
         The file, or None when there is no attempt folder or the disk refuses.

@@ -1,4 +1,4 @@
-"""The receipt: what the supervisor saw and did, as one JSON object. Standard library."""
+"""The end of an attempt: its receipt (what the supervisor saw and did), and its temporary files removed."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def read_receipt(text: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 return value
     return {}
+
+
+def remove_temporary(channel: Path, config_path: str | None) -> None:
+    """Remove the channel folder and the run's temporary sharding config; what is gone already is fine."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(channel)):
+            os.unlink(entry.path)
+        os.rmdir(channel)
+    if config_path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(config_path)

@@ -1,4 +1,4 @@
-"""The flow's side of a launch: start the supervisor, wait for it, pass on what the ranks say, leave nothing behind."""
+"""The flow's side of a launch: start the supervisor, wait for it, pass on what ranks say, leave nothing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any
 from soup_flows.launch import layout, proc
 from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
 from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
-from soup_flows.launch.receipt import read_receipt
-from soup_flows.launch.supervisor import UNKILLABLE_S, remove_temporary
+from soup_flows.launch.receipt import read_receipt, remove_temporary
+from soup_flows.launch.supervisor import UNKILLABLE_S
 from soup_flows.paths import write_json
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ LINES_PER_BATCH = 100
 BATCH_S = 2.0
 CATCH_UP_BYTES = 16 << 20
 DRAIN_S = 15.0
-"""Seconds that the callbacks get for what is left after the run; an outage of the server must not hold the end."""
+"""Seconds the callbacks get for what is left after the run, since an outage must not hold up the end."""
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from soup_flows.launch.supervisor import main; main()"
 
@@ -66,16 +66,18 @@ def run(
 
     Args:
         plan: what to start.
-        on_lines: called with batches of rank 0's log lines, sampled under load. Runs in a thread of its own with
-            this call's context variables; it may block for as long as it likes without slowing the ranks.
+        on_lines: called with batches of rank 0's log lines, sampled under load. Runs in a thread of its own
+            with this call's context variables; it may block for as long as it likes without slowing the
+            ranks.
         on_events: the same for batches of events of all ranks; none is left out.
-        should_stop: asked about once a second in the calling thread; a text stops the attempt and is the reason.
+        should_stop: asked about once a second in the calling thread; a text stops the attempt and is the
+            reason.
         poll_s: seconds between two looks at the files.
 
     Raises:
         OSError: if the supervisor cannot be started.
-        BaseException: whatever is raised in the calling thread while it waits (a termination signal, a timeout of
-            the task, Ctrl-C), after everything has been stopped within the stop budget.
+        BaseException: whatever is raised in the calling thread while it waits (a termination signal, a
+            timeout of the task, Ctrl-C), after everything has been stopped within the stop budget.
     """
     begun = time.monotonic()
     sweep(plan.run_id)
@@ -133,7 +135,7 @@ def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
 
 
 def _wait(supervisor: subprocess.Popen[bytes], should_stop: Callable[[], str | None] | None) -> None:
-    """Wait for the supervisor; wakes each second so that signals and timeouts raised in this thread get through."""
+    """Wait for the supervisor; wakes each second so that what is raised in this thread gets through."""
     asked = False
     while not _ended(supervisor, 1.0):
         reason = should_stop() if should_stop is not None and not asked else None
@@ -208,8 +210,8 @@ def _receipt_of_the_dead(
 def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     """End every process of run `run_id` on this host, wherever it is in the process tree.
 
-    A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not cut
-    short; then everything that carries the run's marker is killed.
+    A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not
+    cut short; then everything that carries the run's marker is killed.
 
     Returns:
         The PIDs that were sent SIGKILL.

@@ -1,15 +1,16 @@
-"""The process between the flow and the training: it starts the launcher, watches it, and cleans up on any end.
+"""The process between the flow and the training: it starts the launcher, watches it, and cleans up.
 
-Run as `python -I -S -c ... SPEC.json` with the standard library alone. Its stdin is the *lease*: a pipe whose other
-end the flow holds. A line in it asks to stop and says why; its end means that the holder is gone, even by SIGKILL.
+Run as `python -I -S -c ... SPEC.json` with the standard library alone. Its stdin is the *lease*: a pipe whose
+other end the flow holds. A line in it asks to stop and says why; its end means that the holder is gone, even
+by SIGKILL.
 
 How everything below is found again, whatever it does:
 - this process is a child subreaper, so every orphan comes back to it and parent links lead to all of them;
 - each process inherits `SOUP_FLOWS_RUN=<run id>`, which stays readable in `/proc`;
-- the launcher has SIGKILL as parent-death signal, and so has each rank (`rank.attach`), in case this process is
-  killed itself.
-This process stays in the flow's process group to hear the signals that Prefect sends to it, and leaves it on the
-first one, because SIGKILL to the group follows 30 s later (prefect 3.9.1, runner).
+- the launcher has SIGKILL as parent-death signal, and so has each rank (`rank.attach`), in case this process
+  is killed itself.
+This process stays in the flow's process group to hear the signals that Prefect sends to it, and leaves it on
+the first one, because SIGKILL to the group follows 30 s later (prefect 3.9.1, runner).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from soup_flows.launch import layout, proc
 from soup_flows.launch.pump import Pump, RotatingLog, make_fifo
-from soup_flows.launch.receipt import first_failure, write_receipt
+from soup_flows.launch.receipt import first_failure, remove_temporary, write_receipt
 from soup_flows.launch.watchdog import Watchdog
 
 TICK_S = 0.5
@@ -34,11 +35,11 @@ STOPPING_TICK_S = 0.05
 LEFTOVERS_S = 1.0
 """Seconds that helpers of ranks get to end once the launcher has ended."""
 RANK_DEATH_S = 8.0
-"""Seconds the launcher gets to stop the other ranks when one died; it would wait 30 by itself (torch 2.13)."""
+"""Seconds the launcher gets to stop the other ranks when one died; alone it waits 30 (torch 2.13)."""
 STACKS_S = 2.0
 """Seconds the ranks get to write their stacks before a stalled run is stopped."""
 UNKILLABLE_S = 5.0
-"""Seconds after the first SIGKILL when a process that is still there counts as survivor (stuck in a driver)."""
+"""Seconds from the first SIGKILL until a process that is still there (stuck in a driver) is a survivor."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -92,7 +93,7 @@ class Supervisor:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda _number, _frame: None)  # the number arrives through the wake-up pipe
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        self.holder_fd = _pidfd(self.spec["holder_pid"])
+        self.holder_fd = proc.pidfd(self.spec["holder_pid"])
         for rank in range(self.ranks):
             self._add_pump(make_fifo(layout.fifo(self.channel, rank)), layout.rank_log(self.attempt, rank))
         output, agent_output = os.pipe2(os.O_CLOEXEC)
@@ -112,24 +113,7 @@ class Supervisor:
     def _start_agent(self, output: int) -> int:
         environment = {key: value for key, value in os.environ.items() if key != proc.SUPERVISOR_MARKER}
         environment[layout.SUPERVISOR_PID] = str(os.getpid())
-        argv, me = self.spec["argv"], os.getpid()
-        child = os.fork()
-        if child:
-            return child
-        try:
-            os.setsid()
-            proc.prctl(proc.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != me:
-                os._exit(1)
-            for number in (*STOP_SIGNALS, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            os.execvpe(argv[0], argv, environment)
-        except BaseException as error:
-            os.write(2, f"cannot start {argv[0]}: {error}\n".encode())
-        os._exit(127)
+        return proc.spawn(self.spec["argv"], environment, output)
 
     # -- watch -----------------------------------------------------------------------------------------------
 
@@ -214,7 +198,7 @@ class Supervisor:
             except (OSError, ValueError):
                 continue
             self.rank_pids[rank] = pid
-            fd = _pidfd(pid)
+            fd = proc.pidfd(pid)
             if fd >= 0:
                 self.rank_fds[fd] = rank
                 self.poll.register(fd, select.POLLIN)
@@ -297,25 +281,6 @@ class Supervisor:
         )
         write_receipt(self.attempt, self.receipt)
         return code if code >= 0 else 128 - code
-
-
-def _pidfd(pid: int) -> int:
-    """Return a descriptor that becomes readable when `pid` ends, -1 if it has ended."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return -1
-
-
-def remove_temporary(channel: Path, config_path: str | None) -> None:
-    """Remove the channel folder and the run's temporary sharding config; what is gone already is fine."""
-    with contextlib.suppress(OSError):
-        for entry in list(os.scandir(channel)):
-            os.unlink(entry.path)
-        os.rmdir(channel)
-    if config_path is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(config_path)
 
 
 def main() -> None:

@@ -27,9 +27,9 @@ class Beat:
 class Watchdog:
     """Compares the age of the ranks' last heartbeats with a threshold that the run sets itself.
 
-    While every rank is in phase `train` the threshold is `max(floor_s, factor * longest step so far)`. Before the
-    first step, and while any rank is in another phase (loading, evaluating, saving), it is `startup_s`: the others
-    then wait for that rank.
+    While every rank is in phase `train` the threshold is `max(floor_s, factor * longest step so far)`. Before
+    the first step, and while any rank is in another phase (loading, evaluating, saving), it is `startup_s`:
+    the others then wait for that rank.
     """
 
     def __init__(self, attempt: Path, ranks: int, floor_s: float, factor: float, startup_s: float) -> None:
