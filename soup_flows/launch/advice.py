@@ -79,10 +79,9 @@ ADVICE: dict[FailureClass, str] = {
 }
 
 
-def match_types(types: Sequence[str], message: str) -> FailureClass | None:
+def match_types(types: Sequence[str]) -> FailureClass | None:
     """Return the class for an exception's types (itself, its bases, its causes), or None."""
-    by_type = next((kind for name, kind in TYPES if name in types), None)
-    return None if by_type == "not_found" and match_text(message) else by_type
+    return next((kind for name, kind in TYPES if name in types), None)
 
 
 def match_text(text: str) -> FailureClass | None:

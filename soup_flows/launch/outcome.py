@@ -162,7 +162,7 @@ def _from_error(error: RankError) -> Verdict:
     where = f"rank {error.rank} failed first, with {name}: {_short(error.message)}"
     kind = (
         error.failure_class
-        or match_types(error.types, error.message)
+        or match_types(error.types)
         or match_text(error.message)
         or "code_error"
     )

@@ -92,7 +92,7 @@ def pidfd(pid: int) -> int:
 def spawn(argv: list[str], environment: dict[str, str], output: int) -> int:
     """Start `argv` in a session of its own, with stdout and stderr to `output`, and return its PID.
 
-    The kernel kills it when the calling thread dies (`man 2 PR_SET_PDEATHSIG`). Signals have their defaults again.
+    The kernel kills it when the calling thread dies (`man 2 PR_SET_PDEATHSIG`). Signals have their defaults.
     A command that cannot be started ends with exit code 127 and says so on `output`.
     """
     me = os.getpid()

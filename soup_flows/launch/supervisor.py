@@ -153,9 +153,11 @@ class Supervisor:
                 if not data:
                     self.poll.unregister(fd)
                 elif b" closing signal " in data:  # torch elastic has begun to stop the ranks: one has failed
-                    self._rank_died(now)
+                    self._rank_died()
         elif fd in self.rank_fds:
-            self._rank_gone(fd, now)
+            self.poll.unregister(fd)
+            os.close(fd)
+            self._rank_gone(self.rank_fds.pop(fd))
         elif fd == self.wake_fd:
             numbers = set(os.read(fd, 4096)) & set(STOP_SIGNALS)
             if numbers:
@@ -199,24 +201,22 @@ class Supervisor:
                 continue
             self.rank_pids[rank] = pid
             fd = proc.pidfd(pid)
-            if fd >= 0:
+            if fd < 0:
+                self._rank_gone(rank)
+            else:
                 self.rank_fds[fd] = rank
                 self.poll.register(fd, select.POLLIN)
 
-    def _rank_gone(self, fd: int, now: float) -> None:
+    def _rank_gone(self, rank: int) -> None:
         """A rank's process ended; without its clean mark that is a death and the others have to follow."""
-        rank = self.rank_fds.pop(fd)
-        self.poll.unregister(fd)
-        os.close(fd)
         if not layout.clean_mark(self.channel, rank).exists():
-            self.receipt["dead_ranks"].append(
-                {"rank": rank, "pid": self.rank_pids[rank], "time": time.time()}
-            )
-            self._rank_died(now)
+            dead = {"rank": rank, "pid": self.rank_pids[rank], "time": time.time()}
+            self.receipt["dead_ranks"].append(dead)
+            self._rank_died()
 
-    def _rank_died(self, now: float) -> None:
+    def _rank_died(self) -> None:
         if self.kill_at is None and self.death_until is None:
-            self.death_until = now + RANK_DEATH_S
+            self.death_until = time.monotonic() + RANK_DEATH_S
 
     # -- stop ------------------------------------------------------------------------------------------------
 
