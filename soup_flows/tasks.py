@@ -235,7 +235,7 @@ def _own_run_watch() -> Callable[[], str | None] | None:
         looked = time.monotonic()
         try:
             with get_client(sync_client=True) as client:
-                state = client.read_flow_run(flow_run_id).state  # type: ignore[arg-type]
+                state = client.read_flow_run(flow_run_id).state
         except Exception:  # an outage of the server is no reason to stop
             return None
         done = state is not None and (state.is_cancelling() or state.is_final())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name the whole field uses)
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 
 from soup_flows.batch import Batch
 from soup_flows.training.batches import (
@@ -31,6 +31,7 @@ class SoupTrainer(Trainer):
         kwargs: what `Trainer` takes; `train_dataset` and `eval_dataset` are `TokenRows`.
     """
 
+    control: TrainerControl
     # compute_loss divides by the tokens of the whole step itself
     loss_is_scaled_for_ga = True
 
