@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,7 +124,7 @@ def detect(value: dict[str, Any], current: str = "") -> str:
 def convert(row: Row, name: str) -> Example | Dropped:
     """Return the row as an `Example`, or as `Dropped` with the field, what was found and what was wanted."""
     try:
-        return replace(CONVERTERS[name](row), format=name)
+        return CONVERTERS[name](row, name)
     except BadRow as error:
         return Dropped(row.line, error.reason, error.field, error.found, error.wanted, row.file)
 
