@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"{error}\n")
         return 2
     text = report.model_dump_json(indent=2) + "\n" if given.json else markdown(report)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 still gets the page
     sys.stdout.write(text)
     return 0
 

@@ -57,7 +57,7 @@ def text_of(value: object, field: str, *, blank_ok: bool = False) -> str:
         raise BadRow("empty text", field, "null", "text")
     if not isinstance(value, str):
         raise BadRow(f"{type(value).__name__} instead of text", field, shown(value), "text")
-    if not blank_ok and not value.strip():
+    if not blank_ok and not any(sign.isprintable() and not sign.isspace() for sign in value):
         raise BadRow("empty text", field, shown(value), "text that is not blank")
     return value
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.data.formats import Policy, check_kept, iter_examples
 from soup_flows.data.lengths import Bin, histogram, packed_padding_share, padded_share
 from soup_flows.data.masking import IGNORED, TrainOn, encode
-from soup_flows.data.values import Dropped, Encoded, Example
+from soup_flows.data.values import Dropped, Encoded, Example, writable
 
 SAMPLE_TOKENS = 400
 """Tokens of the row that is shown in full."""
@@ -182,7 +182,7 @@ class Tally:
     def __init__(self, source: str | Path, tokenizer: Any = None, max_length: int | None = None) -> None:
         self.dropped: list[Dropped] = []
         self.lengths = array("Q")
-        self._source, self._tokenizer, self._max_length = str(source), tokenizer, max_length
+        self._source, self._tokenizer, self._max_length = writable(str(source)), tokenizer, max_length
         self._seen: set[bytes] = set()
         self._duplicates = self._trained = self._stopping = self._truncated = 0
         self._duplicate_lines: list[int] = []
@@ -196,8 +196,7 @@ class Tally:
     def keep(self, example: Example, encoded: Encoded | None) -> None:
         """Count a kept row; `encoded` is None without a tokenizer."""
         self._format = example.format
-        value = replace(example, line=0, file="", notes=())
-        key = hashlib.blake2b(json.dumps(asdict(value), default=str).encode(), digest_size=8).digest()
+        key = _content_hash(example)
         if key in self._seen:
             self._duplicates += 1
             if len(self._duplicate_lines) < _NAMED_LINES:
@@ -257,6 +256,13 @@ class Tally:
             yield f"{self._duplicates} rows equal an earlier row (line {first}{more})"
         if kept == 1:
             yield "1 row: every step trains the same row"
+
+
+def _content_hash(example: Example) -> bytes:
+    """Return eight bytes that differ for rows that teach something else."""
+    e = example
+    value = (e.messages, e.prompt, e.completion, e.text, e.input_ids, e.labels, e.chosen, e.rejected, e.label)
+    return hashlib.blake2b(json.dumps([value, e.tools], default=str).encode(), digest_size=8).digest()
 
 
 def characters(example: Example) -> int:

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 HARD_INPUTS = Path(__file__).parent / "hard_inputs"
-SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<think>"]
+TEMPLATE_TOKENS = ["<end_of_turn>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>", "<|eom_id|>", "<|Assistant|>"]
+SPECIALS = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<think>",
+    *TEMPLATE_TOKENS,
+]
 
 PLAIN_CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

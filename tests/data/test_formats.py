@@ -135,6 +135,8 @@ def test_other_kinds(write, row: dict, name: str, kind: str, attributes: dict) -
         ({"prompt": "q"}, "empty answer", "completion"),
         ({"prompt": "q", "completion": None}, "empty answer", "completion"),
         ({"text": "  "}, "empty text", "text"),
+        ({"question": "q", "answer": "\u200b\ufeff\x00\u00a0"}, "empty answer", "answer"),
+        ({"messages": [A | {"role": "user", "content": None}, A]}, "empty text", "messages[0].content"),
         ({"input_ids": []}, "no token ids", "input_ids"),
         ({"input_ids": [1, "2"]}, "not a token id", "input_ids[1]"),
         ({"input_ids": [1, True]}, "not a token id", "input_ids[1]"),

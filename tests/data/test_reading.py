@@ -74,8 +74,9 @@ def test_broken_array_names_the_row(write, text: str, number: int, found: str) -
 def test_gzip_by_content_whatever_the_name(write) -> None:
     packed = gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode())
     assert values(write(packed, "a.jsonl.gz")) == values(write(packed, "b.jsonl")) == ROWS
-    with pytest.raises(Refused, match="damaged gzip"):
-        list(read_rows(write(packed[:-9], "cut.jsonl.gz")))
+    for broken in (packed[:-9], packed[:12] + b"\xff" * 20 + packed[32:]):
+        with pytest.raises(Refused, match="damaged gzip"):
+            list(read_rows(write(broken, "cut.jsonl.gz")))
 
 
 @pytest.mark.parametrize(("name", "sign"), [("a.csv", ","), ("a.csv", ";"), ("a.tsv", "\t")])
@@ -87,6 +88,24 @@ def test_table(write, name: str, sign: str) -> None:
         {"instruction": "no answer", "output": None},
     ]
     assert [row.line for row in rows] == [2, 5]
+
+
+def test_table_with_a_column_twice(write) -> None:
+    fault = only_fault(write("text,text\na,b\n", "a.csv"))
+    assert (fault.line, fault.reason) == (1, "duplicate column")
+
+
+def test_table_in_a_windows_code_page_is_refused(write) -> None:
+    with pytest.raises(Refused, match=r"byte 0xe9 is not UTF-8.*CP1252"):
+        list(read_rows(write("text\ncafé\n".encode("cp1252"), "a.csv")))
+
+
+def test_file_name_that_is_not_utf8(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/caf\xe9.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "a"}\n7\n')
+    fault = only_fault(Path(os.fsdecode(path)))
+    assert str(fault).encode().endswith(b"an object with named columns")
 
 
 def test_table_row_with_too_many_cells(write) -> None:
