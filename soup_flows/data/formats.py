@@ -139,7 +139,13 @@ def check_kept(
         reasons = Counter(item.reason for item in dropped).most_common()
         words = "; ".join(f"{count} x {reason}" for reason, count in reasons)
         message = f"none of the {len(dropped)} rows of {source} can be trained: {words}. First: {dropped[0]}"
-        raise refuse("DATA011", field, message, f"wanted {dropped[0].wanted}" if dropped[0].wanted else "")
+        long = "truncation" in reasons[0][0]
+        fix = (
+            "raise the maximum length or shorten the prompts"
+            if long
+            else "mend the rows, or give another file"
+        )
+        raise refuse("DATA011", field, message, fix)
     if policy == "refuse" and dropped:
         head = [
             Problem(

@@ -69,8 +69,9 @@ def encode(
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in example.messages)
         wanted = "a conversation the template accepts, or a template with {% generation %} markers"
-        reason = f"the chat template cannot be used: {error}"
-        return _drop(example, reason, f"roles {roles}", wanted)
+        return _drop(
+            example, "the chat template cannot be used", f"{str(error)[:200]} (roles {roles})", wanted
+        )
     if (largest := max(ids, default=0)) >= len(tokenizer):
         wanted = f"ids below {len(tokenizer)}, the size of the vocabulary"
         return _drop(example, "token id outside the vocabulary", str(largest), wanted)
