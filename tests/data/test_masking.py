@@ -235,3 +235,33 @@ def test_templates_that_are_refused(tokenizer, template: str | None, words: str)
 def test_preference_pairs_are_not_trained_as_answers(tokenizer) -> None:
     with pytest.raises(Refused, match="compared, not learned"):
         encode(Example("preference", prompt="q", chosen="a", rejected="b"), tokenizer, 999)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_sentencepiece_style_tokenizers(scheme: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(byte_fallback=False, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    trainer = trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    backend.train_from_iterator(["the cat sat [INST] on the mat [/INST] two words\n"] * 5, trainer)
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+        "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    example = chat(("user", "the cat"), ("assistant", "two words"), ("user", "on"), ("assistant", "the mat"))
+    assert [run.strip() for run in trained(example, tokenizer)] == ["two words</s>", "the mat</s>"]
+    row = encode(example, tokenizer, 999)
+    assert isinstance(row, Encoded)
+    assert row.stop_trained
+    assert row.input_ids[:2].count(1) == 1
+    completion = Example("completion", prompt="the cat sat ", completion="on the mat")
+    assert [run.strip() for run in trained(completion, tokenizer)] == ["on the mat</s>"]
