@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import glob
 import logging
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from soup_flows.launch import layout, proc
 from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
 from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
 from soup_flows.launch.receipt import read_receipt, remove_temporary
-from soup_flows.launch.supervisor import UNKILLABLE_S
+from soup_flows.launch.supervisor import STOP_SIGNALS, UNKILLABLE_S
 from soup_flows.paths import write_json
 
 logger = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ def run(
             ranks.
         on_events: the same for batches of events of all ranks; none is left out.
         should_stop: asked about once a second in the calling thread; a text stops the attempt and is the
-            reason.
+            reason. It should answer at once and not raise: let a thread of its own ask a server.
         poll_s: seconds between two looks at the files.
 
     Raises:
@@ -83,7 +85,7 @@ def run(
     sweep(plan.run_id)
     attempt = plan.attempt_paths
     attempt.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    channel = Path(tempfile.mkdtemp(prefix="soup-flows-"))
+    channel = Path(tempfile.mkdtemp(prefix=_channel_prefix(plan.run_id)))
     tailer = _Tailer(plan, on_lines, on_events, poll_s)
     supervisor: subprocess.Popen[bytes] | None = None
     try:
@@ -123,15 +125,21 @@ def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
     spec_path = write_json(channel / "supervisor.json", spec)
     environment = plan.environment(os.environ)
     environment |= {layout.CHANNEL: str(channel), proc.SUPERVISOR_MARKER: plan.run_id}
-    with layout.supervisor_log(attempt).open("ab") as log:
+    log_fd = os.open(layout.supervisor_log(attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Inherited as blocked: a stop signal waits until the supervisor is ready for it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, PACKAGE_ROOT, str(spec_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=log_fd,
             env=environment,
             bufsize=0,
         )
+    finally:
+        os.close(log_fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _wait(supervisor: subprocess.Popen[bytes], should_stop: Callable[[], str | None] | None) -> None:
@@ -213,6 +221,8 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not
     cut short; then everything that carries the run's marker is killed.
 
+    The folder in which it kept its pipes goes too.
+
     Returns:
         The PIDs that were sent SIGKILL.
     """
@@ -225,7 +235,15 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     while (left := proc.marked(run_id)) and time.monotonic() < end:
         killed.update(proc.send(left, signal.SIGKILL))
         time.sleep(0.02)
+    for folder in Path(tempfile.gettempdir()).glob(glob.escape(_channel_prefix(run_id)) + "*"):
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            remove_temporary(folder, None)
     return sorted(killed)
+
+
+def _channel_prefix(run_id: str) -> str:
+    return f"soup-flows-{run_id}@"
 
 
 class _Tailer:
