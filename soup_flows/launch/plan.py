@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import soup_flows
 from soup_flows.launch import layout
-from soup_flows.launch.proc import MARKER
+from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
 from soup_flows.paths import AttemptPaths, RunPaths
 
 PACKAGE_ROOT = str(Path(soup_flows.__file__).resolve().parent.parent)
@@ -44,7 +44,7 @@ INHERITED_RANK_VARIABLES = (
     "PMI_*",
     "PMIX_*",
     "MV2_COMM_WORLD_*",
-    "SOUP_FLOWS_*",
+    *(MARKER, SUPERVISOR_MARKER, layout.ATTEMPT_DIR, layout.CHANNEL, layout.SUPERVISOR_PID),
 )
 """Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and
 DeepSpeed (`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
