@@ -25,7 +25,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     paths = {"model": str(model)}
     for key, path, rows in (("dataset", train_path, TRAIN_ROWS), ("eval_dataset", eval_path, EVAL_ROWS)):
         few = folder / f"few-{path.name}"
-        few.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[:rows]) + "\n", encoding="utf-8")
+        few.write_text(
+            "\n".join(path.read_text(encoding="utf-8").splitlines()[:rows]) + "\n", encoding="utf-8"
+        )
         paths[key] = str(few)
     return paths
 
@@ -50,9 +52,7 @@ Runner = Callable[..., TrainReport]
 
 
 @pytest.fixture(scope="session")
-def finished(
-    parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> Runner:
+def finished(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """Return the report of a finished run under a preset; each kind of run is made once a session.
 
     The tasks are called through `.fn`, without Prefect, as `README.md` says they can be.

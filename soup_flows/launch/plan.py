@@ -183,7 +183,7 @@ def build_launch_plan(
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         # One host, so the loopback device does; a host name that does not resolve then costs nothing.
-        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
     elif cuda_visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
     return LaunchPlan(

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 total = tokens = 0.0
-for line in open(sys.argv[2], encoding="utf-8"):
+for line in Path(sys.argv[2]).read_text(encoding="utf-8").splitlines():
     encoded = tokenizer.apply_chat_template(
         json.loads(line)["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )

@@ -17,7 +17,15 @@ pytestmark = pytest.mark.ranks
 
 SAME_LOSSES = ("single", "ddp", "zero1", "zero2", "zero3", "full_shard", "shard_grad")
 OTHERS = ("zero2_offload", "zero3_offload", "zero++", "full_offload", "hybrid_shard")
-SHARDS_PARAMETERS = {"zero3", "zero3_offload", "zero++", "full_shard", "shard_grad", "full_offload", "hybrid_shard"}
+SHARDS_PARAMETERS = {
+    "zero3",
+    "zero3_offload",
+    "zero++",
+    "full_shard",
+    "shard_grad",
+    "full_offload",
+    "hybrid_shard",
+}
 SHARDS_OPTIMIZER = SHARDS_PARAMETERS | {"zero1", "zero2", "zero2_offload"}
 
 
@@ -32,7 +40,7 @@ def test_losses_do_not_depend_on_the_strategy(finished: Runner, preset: str) -> 
     assert found == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", (*SAME_LOSSES, *OTHERS))
+@pytest.mark.parametrize("preset", [*SAME_LOSSES, *OTHERS])
 def test_proof_holds_what_the_preset_promises(finished: Runner, preset: str) -> None:
     report = finished(preset)
     assert report.state == "completed"
@@ -48,7 +56,7 @@ def test_proof_holds_what_the_preset_promises(finished: Runner, preset: str) -> 
         assert set(row.dtypes) == {"float32"}
 
 
-@pytest.mark.parametrize("preset", (*SAME_LOSSES, *OTHERS))
+@pytest.mark.parametrize("preset", [*SAME_LOSSES, *OTHERS])
 def test_model_opens_and_has_the_reported_loss(finished: Runner, assets: dict[str, str], preset: str) -> None:
     report = finished(preset)
     assert report.model is not None
