@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from soup_flows.proof import Proof
-from soup_flows.report import Point, TrainReport
+from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
+
+T = TypeVar("T")
 
 CHART_POINTS = 40
 """Points of a chart; more make Mermaid's labels unreadable."""
@@ -139,16 +142,8 @@ def _proof(proof: Proof) -> str:
 
 def _losses(report: TrainReport) -> str:
     """Chart the losses with Mermaid, and repeat them as a table for pages that do not draw it."""
-    points = thin([p for p in report.train if p.loss is not None], CHART_POINTS)
-    steps = ", ".join(str(p.step) for p in points)
-    losses = ", ".join(f"{p.loss:.4f}" for p in points)
-    chart = (
-        "```mermaid\nxychart-beta\n"
-        '    title "Training loss"\n'
-        f'    x-axis "optimizer step" [{steps}]\n'
-        '    y-axis "loss"\n'
-        f"    line [{losses}]\n```"
-    )
+    points = [p for p in report.train if p.loss is not None]
+    chart = curve("Training loss", [(p.step, p.loss) for p in points if p.loss is not None])
     rows = [
         (p.step, _number(p.loss), _number(p.learning_rate), _number(p.grad_norm)) for p in thin(points, 12)
     ]
@@ -160,7 +155,21 @@ def _losses(report: TrainReport) -> str:
     return text
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
+def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
+    """Return a Mermaid chart of a value over optimizer steps, at most `CHART_POINTS` of them."""
+    points = thin(points, CHART_POINTS)
+    steps = ", ".join(str(step) for step, _ in points)
+    values = ", ".join(f"{value:.6g}" for _, value in points)
+    return (
+        "```mermaid\nxychart-beta\n"
+        f'    title "{title}"\n'
+        f'    x-axis "optimizer step" [{steps}]\n'
+        f'    y-axis "{title.lower()}"\n'
+        f"    line [{values}]\n```"
+    )
+
+
+def thin(points: Sequence[T], most: int) -> list[T]:
     """Return at most `most` of `points`, evenly spread, the first and the last among them."""
     if len(points) <= most:
         return list(points)

@@ -126,6 +126,11 @@ class AttemptPaths:
         return self.root / "receipt.json"
 
     @property
+    def devices(self) -> Path:
+        """The devices that the attempt leased, JSON."""
+        return self.root / "devices.json"
+
+    @property
     def result(self) -> Path:
         """Written last by rank 0 when training finished and the model was saved, JSON."""
         return self.root / "result.json"

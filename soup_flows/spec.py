@@ -19,6 +19,12 @@ PlainStrategy = Literal["auto", "single", "ddp"]
 Device = Literal["auto", "cuda", "cpu"]
 GpuCount = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 
+DrillName = Literal[
+    "kill_rank", "kill_supervisor", "kill_flow", "sigterm", "ignore_sigterm", "hang_rank", "hang_collective",
+    "cuda_oom", "host_oom", "disk_full", "nan_loss", "exit_abort", "log_flood",
+]  # fmt: skip
+"""Drills that the ranks carry out themselves; `soup-flows drill` knows those that need more than a run."""
+
 DEMO_MODEL = "demo://tiny-llama"
 DEMO_DATASET = "demo://stdlib-qa"
 
@@ -79,6 +85,10 @@ class TrainingSettings(Group):
     """Optimizer steps between two metric events."""
     eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
     """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
+    report_to: list[
+        Literal["tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio"]
+    ] = Field([], title="Trackers")
+    """Trackers of Transformers' Trainer that rank 0 reports to; each needs its own package."""
 
 
 class DataSettings(Group):
@@ -103,6 +113,24 @@ class LauncherSettings(Group):
     """The run is stopped after this many minutes."""
     omp_num_threads: int | None = Field(None, ge=1, title="CPU threads per rank")
     """Threads of each rank; cores divided by ranks when empty."""
+    stall_floor_s: float = Field(300.0, gt=0, title="Shortest stall (seconds)")
+    """A run without a step for this long, and for ten times its longest step, is stopped as stalled."""
+    lease: Literal["auto", "on", "off"] = Field("auto", title="Lease devices")
+    """Hold the run's devices by a lock on this host: `auto` leases GPUs; `on` leases CPU cores too."""
+    max_wait_min: float | None = Field(None, ge=0, title="Longest wait for devices (minutes)")
+    """How long to wait for devices that other runs hold; for as long as it takes when empty."""
+    drill: DrillName | None = Field(None, title="Fault drill")
+    """Make this run suffer on purpose, to see what happens; needs `allow_drill`."""
+    allow_drill: bool = Field(False, title="Allow the fault drill")
+    """A drill ends the run, and some drills end the flow itself: say that it is meant."""
+
+    @model_validator(mode="after")
+    def _drill_is_meant(self) -> LauncherSettings:
+        if self.drill is not None and not self.allow_drill:
+            raise ValueError(
+                f"drill={self.drill!r} makes the run fail on purpose; set launcher.allow_drill=true"
+            )
+        return self
 
 
 class TrainingSpec(Group):
@@ -191,6 +219,8 @@ def _problems(error: ValidationError) -> list[Problem]:
             fix = nearest(parts[-1], names) or "valid here: " + ", ".join(names)
         elif item["type"] == "missing":
             message, fix = "is required", f"give {field}"
+        elif parts and item["type"] == "value_error":
+            fix = ""
         elif not parts:
             field, fix = message.split(" ", 1)[0], "remove the other; `soup-flows presets` tells them apart"
         else:

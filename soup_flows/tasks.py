@@ -5,35 +5,33 @@ They are synchronous, and have effects (or read the machine), so results are nev
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from soup_flows.attempt import free_devices, run_attempt
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
-from soup_flows.launch.outcome import classify
-from soup_flows.launch.plan import LaunchPlan, build_launch_plan
-from soup_flows.launch.run import Outcome, run
+from soup_flows.launch.advice import ADVICE
+from soup_flows.launch.devices import gpu_devices
+from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
+from soup_flows.launch.plan import LaunchPlan, LeaseSettings, StallSettings, build_launch_plan
+from soup_flows.launch.run import Outcome
+from soup_flows.live import emit_end
+from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_attempt
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation import count_rows, validate
-
-WATCH_EVERY_S = 10.0
-"""Seconds between two looks at the run's own state on the server."""
 
 
 @task(name="detect hardware", cache_policy=NO_CACHE)
@@ -65,7 +63,7 @@ def resolve_sharding_config(spec: TrainingSpec, hardware: Hardware) -> ShardingP
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
-    plan = make_plan(spec, hardware, count_rows(spec))
+    plan = make_plan(spec, _free_now(spec, hardware), count_rows(spec))
     batch = plan.batch
     _logger().info(
         "Plan: %s on %d rank(s), %s; %d rows per optimizer step = %d x %d passes x %d ranks; %s",
@@ -135,6 +133,8 @@ def write_temp_config(
         stop_budget_s=spec.launcher.stop_budget_s,
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=_devices(hardware, plan),
+        stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
+        lease=_lease(spec, plan),
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     _logger().info("Run directory: %s", paths.root)
@@ -153,8 +153,28 @@ def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths) -> st
     return write_deepspeed_config(plan.config, paths.temp)
 
 
+def _free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
+    """For `gpus="auto"`: leave out GPUs that are sick, used or leased at present, unless that is all of them."""
+    if spec.gpus != "auto" or spec.device == "cpu" or spec.launcher.lease == "off" or not hardware.gpus:
+        return hardware
+    free = free_devices(gpu_devices(hardware.gpus))
+    gpus = tuple(gpu for gpu in hardware.gpus if gpu.uuid in free)
+    return hardware.model_copy(update={"gpus": gpus}) if gpus else hardware
+
+
+def _lease(spec: TrainingSpec, plan: ShardingPlan) -> LeaseSettings | None:
+    """GPUs are leased unless that is turned off; CPU cores only when asked for, since ranks may share them."""
+    if spec.launcher.lease == "off" or (spec.launcher.lease == "auto" and plan.device == "cpu"):
+        return None
+    wait_min = spec.launcher.max_wait_min
+    return LeaseSettings(
+        kind="core" if plan.device == "cpu" else "gpu",
+        max_wait_s=None if wait_min is None else wait_min * 60,
+    )
+
+
 def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
-    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one."""
+    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them."""
     if plan.device == "cpu":
         return None
     return ",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
@@ -186,23 +206,16 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         "attempts": launch.attempt,
     }
     try:
-        with _own_run_watch() as should_stop:
-            outcome = run(
-                launch,
-                on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-                should_stop=should_stop,
-            )
+        with own_run_watch() as should_stop:
+            outcome = run_attempt(launch, logger, should_stop)
     except BaseException as stopped:
-        TrainReport(
-            state="cancelled",
-            failure_class="cancelled",
-            cause=f"stopped by {type(stopped).__name__}",
-            **base,
-            **read_attempt(attempt),
-        ).save()
+        report = _stopped(attempt, stopped, base)
+        report.save()
+        emit_end(report)
         raise
     report = _report(attempt, outcome, base)
     report.save()
+    emit_end(report)
     if report.state != "completed":
         raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
     logger.info("Model: %s", report.model)
@@ -214,40 +227,37 @@ def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> Tr
     found = base | read_attempt(attempt) | {"seconds": outcome.seconds}
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
+        found["problems"] += warn_of_exit(outcome.receipt)
         return TrainReport(state="completed", **found)
-    failure_class, cause, advice = classify(attempt, outcome.receipt)
+    return _failed(_verdict(attempt, outcome.receipt), found)
+
+
+def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
+    """Classify; a scheduler's signal and that of Prefect's own cancellation look alike, so ask about the second."""
+    verdict = classify(attempt, receipt)
+    if verdict.failure_class == "preempted" and cancel_was_asked():
+        return Verdict("cancelled", "the run was cancelled in Prefect", ADVICE["cancelled"])
+    return verdict
+
+
+def _stopped(attempt: AttemptPaths, stopped: BaseException, base: dict[str, Any]) -> TrainReport:
+    """Say why the task itself was ended while it waited for the attempt, or before it began."""
+    found = base | read_attempt(attempt)
+    if isinstance(stopped, TrainingFailed):
+        return _failed(Verdict(stopped.failure_class, stopped.cause, stopped.advice), found)
+    if isinstance(stopped, Refused):
+        report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
+        return TrainReport(state="refused", **(found | report))
+    verdict = _verdict(attempt, read_saved_receipt(attempt))
+    if verdict.failure_class == "unknown":
+        verdict = Verdict("cancelled", f"stopped by {type(stopped).__name__}", ADVICE["cancelled"])
+    return _failed(verdict, found)
+
+
+def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
+    failure_class, cause, advice = verdict
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
-
-
-@contextlib.contextmanager
-def _own_run_watch() -> Iterator[Callable[[], str | None]]:
-    """Watch the flow run's state on the server, in a thread of its own, since calls block through an outage.
-
-    After a server outage Prefect's own cancellation never arrives; the run's state does.
-
-    Yields:
-        A function that says why the run should stop, or None; it answers at once.
-    """
-    flow_run_id = runtime.flow_run.id
-    found: list[str] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not found and not ended.wait(WATCH_EVERY_S):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-                state = client.read_flow_run(UUID(flow_run_id)).state
-                if state is not None and (state.is_cancelling() or state.is_final()):
-                    found.append(f"the server says the run is {state.name}")
-
-    if flow_run_id is not None:
-        # The context holds the run's API address and settings.
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(watch,), daemon=True, name="soup-own-run-watch").start()
-    try:
-        yield lambda: found[0] if found else None
-    finally:
-        ended.set()
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:

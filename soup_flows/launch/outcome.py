@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from soup_flows.errors import FailureClass
+from soup_flows.errors import FailureClass, Problem
 from soup_flows.launch import layout
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines
+from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
 from soup_flows.paths import AttemptPaths
 
@@ -69,6 +70,40 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return sorted(errors, key=lambda error: error.time)
+
+
+def read_saved_receipt(attempt: AttemptPaths) -> dict[str, Any]:
+    """Return the receipt in the attempt's folder; empty if there is none that can be read."""
+    try:
+        value = json.loads(attempt.receipt.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:
+    """Return a warning for a run that saved its verified result and whose processes did not end cleanly.
+
+    Aborts at exit are common (a communicator or a driver that is torn down in the wrong order) and say nothing
+    about the result, which was read back from disk before.
+    """
+    code, first = receipt.get("exit_code"), receipt.get("first_failure")
+    if code == 0 and receipt.get("reason") == "exited":
+        return ()
+    what = f"the launcher ended with {code}, reason {receipt.get('reason')!r}"
+    if first:
+        number = first["exit_code"]
+        how = signal_name(-number) if number < 0 else f"exit code {number}"
+        what = f"rank {first['rank']} ended with {how}"
+    return (
+        Problem(
+            id="EXIT001",
+            severity="warning",
+            field="launcher",
+            message=f"{what} after the model had been saved and verified",
+            fix="nothing is lost; logs/ has what it said",
+        ),
+    )
 
 
 def tails(attempt: AttemptPaths, count: int = TAIL_LINES) -> dict[str, list[str]]:
@@ -136,6 +171,14 @@ def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str,
         return _verdict("rank_killed", f"rank {rank} died without a Python error and the others were stopped")
     name = signal_name(-code)
     killed_for_memory = (receipt.get("oom_kills_after") or 0) - (receipt.get("oom_kills_before") or 0)
+    pids = {d["pid"] for d in receipt.get("dead_ranks", ())} | {
+        (receipt.get("first_failure") or {}).get("pid")
+    }
+    said = memory_kill(receipt.get("kernel", ()), pids)
+    if -code == signal.SIGKILL and said:
+        return _verdict(
+            "host_oom", f"rank {rank} was killed for memory; the kernel's log says: {_short(said)}"
+        )
     if -code == signal.SIGKILL and killed_for_memory > 0:
         return _verdict(
             "host_oom",
@@ -186,6 +229,12 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
             f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank "
             f"{stall.get('rank')} is furthest behind, at step {stall.get('step')}, phase {stall.get('phase')}"
             + (f", in {frame}" if frame else ""),
+        )
+    by_signal = reason == "signal" or "TerminationSignal" in detail
+    if by_signal and receipt.get("scheduler"):
+        reason, detail = (
+            "preempted",
+            f"{receipt['scheduler']} sent a signal and nobody asked Prefect to cancel",
         )
     if reason in STOPPED:
         kind, sentence = STOPPED[reason]

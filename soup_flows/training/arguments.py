@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from soup_flows.batch import Steps
+from soup_flows.launch import rank
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
@@ -60,7 +61,7 @@ def training_arguments(
         eval_strategy="steps" if evaluate and train.eval_steps else "no",
         eval_steps=train.eval_steps,
         save_strategy="no",
-        report_to=[],
+        report_to=list(train.report_to) if rank.rank_number() == 0 else [],
         disable_tqdm=True,
         ddp_backend=_backend(plan),
         ddp_find_unused_parameters=False,

@@ -27,6 +27,7 @@ from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
 from soup_flows.training.batches import TokenRow, TokenRows
+from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
 from soup_flows.training.proof import collect
 from soup_flows.training.trainer import SoupTrainer
@@ -56,6 +57,7 @@ class Job:
     paths: RunPaths
     attempt: AttemptPaths
     events: EventWriter
+    drill: Drill
 
     @property
     def is_main(self) -> bool:
@@ -90,6 +92,7 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     trainer.train()
     final = trainer.evaluate() if eval_rows else {}
     rank.heartbeat(trainer.state.global_step, "save")
+    job.drill.at_save()
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
     if job.is_main:
@@ -111,13 +114,16 @@ def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
     """Read what the flow wrote into the run directory."""
     paths = RunPaths(run_dir)
     attempt = AttemptPaths(attempt_dir)
+    spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
+    events = EventWriter(attempt.events, rank.rank_number())
     return Job(
-        spec=TrainingSpec.model_validate_json(paths.spec.read_bytes()),
+        spec=spec,
         plan=ShardingPlan.model_validate_json(paths.plan.read_bytes()),
         launch=LaunchPlan.model_validate_json(paths.launch.read_bytes()),
         paths=paths,
         attempt=attempt,
-        events=EventWriter(attempt.events, rank.rank_number()),
+        events=events,
+        drill=Drill(spec.launcher.drill, events, paths.model),
     )
 
 
@@ -211,11 +217,14 @@ class Reporter(TrainerCallback):
         self.job = job
         self.trainer: Any = None
         self.proved = False
-        self.last = time.monotonic()
+        self.last = self.step_ended = time.monotonic()
+        self.drill = job.drill
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Beat; after the first step of this process compare the ranks with the plan."""
         rank.heartbeat(state.global_step)
+        self._write_step(state.global_step)
+        self.drill.at_step(state.global_step, self.trainer)
         if self.proved:
             return
         self.proved = True
@@ -224,6 +233,23 @@ class Reporter(TrainerCallback):
             self.job.events.write("proof", **proof.model_dump(mode="json"))
         if proof.failures:
             raise ProofFailed("; ".join(proof.failures))
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+        """Start the clock of the first step."""
+        self.step_ended = time.monotonic()
+
+    def _write_step(self, step: int) -> None:
+        """Write what this rank's step took; every rank does, at the cost of one line."""
+        now = time.monotonic()
+        self.job.events.write(
+            "step",
+            step=step,
+            seconds=now - self.step_ended,
+            work_seconds=self.trainer.clock.take(),
+            tokens=self.trainer.step_tokens,
+            **_memory_now(self.job.plan),
+        )
+        self.step_ended = now
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Write the metrics on rank 0; every rank sees the same numbers and stops at a NaN."""
@@ -244,6 +270,15 @@ def _line(state: Any, numbers: dict[str, float]) -> str:
     """One readable line of metrics."""
     values = "  ".join(f"{key} {value:.6g}" for key, value in numbers.items() if key != "epoch")
     return f"step {state.global_step}/{state.max_steps}  {values}"
+
+
+def _memory_now(plan: ShardingPlan) -> dict[str, int]:
+    """Memory this rank holds at the moment, in bytes; the second field of `statm` counts resident pages."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        found = {"host_bytes": int(file.read().split()[1]) * resource.getpagesize()}
+    if plan.device == "cuda":
+        found["device_bytes"] = torch.cuda.memory_reserved()
+    return found
 
 
 def _memory(plan: ShardingPlan) -> dict[str, int]:

@@ -21,6 +21,7 @@ from soup_flows.training.batches import (
     eval_batches,
     flatten,
 )
+from soup_flows.training.clock import WorkClock
 
 
 class SoupTrainer(Trainer):
@@ -40,6 +41,9 @@ class SoupTrainer(Trainer):
         super().__init__(**kwargs)
         self.batch = batch
         self.eval_tokens = eval_tokens
+        self.clock = WorkClock(self.args.device)
+        self.step_tokens = 0
+        """Tokens of this rank's rows in the present optimizer step."""
 
     def get_train_dataloader(self) -> StepLoader:
         """Return a loader of this rank's micro batches; accelerate must not shard it again."""
@@ -55,6 +59,7 @@ class SoupTrainer(Trainer):
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
         """Return the micro batches of one optimizer step, and its trained tokens over all ranks."""
         micro = list(itertools.islice(epoch_iterator, num_batches))
+        self.step_tokens = sum(m["input_ids"].numel() for m in micro)
         tokens = torch.tensor(sum(int((m["shift_labels"] != IGNORED).sum()) for m in micro), device=device)
         if self.batch.world_size > 1:
             dist.all_reduce(tokens)
@@ -88,7 +93,8 @@ class SoupTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Return the micro batch's part of the step's mean loss; gradients are averaged over the ranks."""
-        loss, _ = self.token_loss(model, inputs)
+        with self.clock.forward():
+            loss, _ = self.token_loss(model, inputs)
         assert num_items_in_batch is not None
         return loss / num_items_in_batch * self.batch.world_size
 
