@@ -9,8 +9,10 @@ The package's own flow, `soup_flows.flows.soup_train`, has the same parameters; 
 import sys
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 
 from soup_flows.flows import run_training
+from soup_flows.hooks import sweep_run
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
     DataSettings,
@@ -25,7 +27,13 @@ from soup_flows.spec import (
 )
 
 
-@flow(name="soup-train", validate_parameters=False)  # run_training explains wrong parameters, all at once
+# run_training explains wrong parameters itself, all at once
+@flow(
+    name="soup-train",
+    validate_parameters=False,
+    on_cancellation=[sweep_run],
+    on_crashed=[sweep_run],
+)
 def soup_train(
     model: str,
     dataset: str,
@@ -42,7 +50,7 @@ def soup_train(
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-) -> TrainReport:
+) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from soup_flows.cli_runs import add_commands, print_json
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
 from soup_flows.hardware import Hardware, detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
     except Refused as refused:
         if arguments.json:
-            _print_json({"problems": [p.model_dump() for p in refused.problems]})
+            print_json({"problems": [p.model_dump() for p in refused.problems]})
         else:
             print(refused, file=sys.stderr)
         return REFUSED
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
+    add_commands(command)
     demo = command("demo", _demo, "Run the flow soup-train on a tiny model, two CPU ranks, about a minute.")
     demo.add_argument("preset", nargs="?", default="zero2", help="a DeepSpeed or FSDP preset, or ddp")
     demo.add_argument("--output-dir", "--output_dir", default="demo-output", metavar="DIR")
@@ -153,6 +155,8 @@ def run_flow(values: dict[str, Any], as_json: bool) -> int:
     if as_json:
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
     parse_spec(values)  # a wrong spec is refused before Prefect is imported
+    from prefect.exceptions import CancelledRun
+
     from soup_flows.flows import soup_train
     from soup_flows.report import TrainReport
 
@@ -162,8 +166,14 @@ def run_flow(values: dict[str, Any], as_json: bool) -> int:
         report = TrainReport.load(failed.run_dir)
         if not as_json:
             print(failed, file=sys.stderr)
+    except CancelledRun as cancelled:
+        if as_json:
+            print_json({"state": "cancelled", "cause": str(cancelled)})
+        else:
+            print(cancelled, file=sys.stderr)
+        return STOPPED
     if as_json:
-        _print_json(report.model_dump(mode="json"))
+        print_json(report.model_dump(mode="json"))
     elif report.state == "completed":
         print(_closing(report))
     return {"completed": GOOD, "cancelled": STOPPED, "refused": REFUSED}.get(report.state, FAILED)
@@ -196,7 +206,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     problems = validate(spec, hardware, plan)
     refused = any(problem.severity == "error" for problem in problems)
     if arguments.json:
-        _print_json({"plan": plan.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
+        print_json({"plan": plan.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
     else:
         from soup_flows.pages import plan_text
 
@@ -224,19 +234,19 @@ def _presets(arguments: argparse.Namespace) -> int:
     if name is None:
         rows = presets_table()
         if arguments.json:
-            _print_json({"presets": [row.model_dump() for row in rows]})
+            print_json({"presets": [row.model_dump() for row in rows]})
         else:
             width = max(len(row.name) for row in rows)
             print("\n".join(f"{row.name:<{width}}  {row.when}" for row in rows))
     elif arguments.diff:
         text = explain_difference(name, arguments.diff)
         if arguments.json:
-            _print_json({"difference": text})
+            print_json({"difference": text})
         else:
             print(text)
     else:
         known = {*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES}
-        _print_json(get_deepspeed_config(name) if name in known else get_fsdp_config(name))
+        print_json(get_deepspeed_config(name) if name in known else get_fsdp_config(name))
     return GOOD
 
 
@@ -245,7 +255,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     hardware = detect("auto", ["."])
     problems = doctor(hardware)
     if arguments.json:
-        _print_json(
+        print_json(
             {"hardware": hardware.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]}
         )
     else:
@@ -264,11 +274,6 @@ def _print_problems(problems: Sequence[Problem]) -> None:
     """Print the problems, errors first."""
     for problem in problems:
         print(f"{problem.severity:<8} {problem}")
-
-
-def _print_json(value: Any) -> None:
-    """Print one JSON object."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -7,10 +7,14 @@ from typing import Any
 from uuid import uuid4
 
 from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled
 
 from soup_flows.artifacts import RunConfig, save_report, save_run_config
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed
+from soup_flows.hooks import sweep_run
+from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
@@ -36,7 +40,12 @@ from soup_flows.tasks import (
 
 
 # The spec validates the parameters itself: all problems at once, in readable words.
-@flow(name="soup-train", validate_parameters=False)
+@flow(
+    name="soup-train",
+    validate_parameters=False,
+    on_cancellation=[sweep_run],
+    on_crashed=[sweep_run],
+)
 def soup_train(
     model: str,
     dataset: str,
@@ -53,7 +62,7 @@ def soup_train(
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-) -> TrainReport:
+) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
     Args:
@@ -75,7 +84,8 @@ def soup_train(
         launcher: How the processes are started, watched and stopped.
 
     Returns:
-        The report; it is in the run directory and in the artifact soup-train-report too.
+        The report; it is in the run directory and in the artifact soup-train-report too. A run that was
+        cancelled in Prefect ends in the state Cancelled.
 
     Raises:
         Refused: nothing was started; all problems, each with its fix.
@@ -84,7 +94,7 @@ def soup_train(
     return run_training(dict(locals()))
 
 
-def run_training(values: Mapping[str, Any]) -> TrainReport:
+def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     """Run the five tasks with `values` as the spec; see `soup_train`."""
     run_id = runtime.flow_run.id or str(uuid4())
     try:
@@ -101,6 +111,9 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         report = launch_distributed_train(launch, problems)
     except TrainingFailed as failed:
         save_report(TrainReport.load(failed.run_dir))
+        if failed.failure_class == "cancelled" and cancel_was_asked():
+            # From Cancelling the server lets a run come to Cancelled only; a failure would leave it there.
+            return Cancelled(message=str(failed))
         raise
     save_report(report)
     return report

@@ -33,11 +33,11 @@ class Drill:
     Args:
         name: the drill, or None for a run that is left in peace.
         events: takes the event `drill`, whose time is that of the cause.
-        model_dir: where the final model goes.
+        small_disk: a small file system that the drill `disk_full` mounted; it need not exist.
     """
 
-    def __init__(self, name: str | None, events: EventWriter, model_dir: Path) -> None:
-        self.name, self.events, self.model_dir = name, events, model_dir
+    def __init__(self, name: str | None, events: EventWriter, small_disk: Path) -> None:
+        self.name, self.events, self.small_disk = name, events, small_disk
         if name == "ignore_sigterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -61,7 +61,7 @@ class Drill:
         """Call on every rank before the final model is saved."""
         if self.name == "disk_full" and self.events.rank == 0:
             self.events.write("drill", name=self.name)
-            _fill_disk(self.model_dir)
+            _fill_disk(self.small_disk)
         elif self.name == "exit_abort" and self.events.rank == VICTIM:
             self.events.write("drill", name=self.name)
             atexit.register(os.abort)
@@ -114,10 +114,9 @@ def _run_out_of_gpu_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 GiB (a fault drill)")
 
 
-def _fill_disk(model_dir: Path) -> None:
-    """Fill the small file system that the drill mounted there; elsewhere write to a device that is full."""
-    small = os.statvfs(model_dir).f_blocks * os.statvfs(model_dir).f_frsize < (64 << 20)
-    target = model_dir / "filler" if small else Path("/dev/full")
+def _fill_disk(small_disk: Path) -> None:
+    """Fill the small file system that the drill mounted; without one, write to a device that is always full."""
+    target = small_disk / "filler" if small_disk.is_mount() else Path("/dev/full")
     with target.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
@@ -158,7 +157,7 @@ def rehearse(run_dir: Path, attempt: Path) -> None:
     spec = json.loads((run_dir / "spec.json").read_text())
     events = EventWriter(attempt / "events.jsonl", rank.rank_number())
     events.write("started", pid=os.getpid(), torch=None, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    drill = Drill(spec["launcher"]["drill"], events, run_dir / "model")
+    drill = Drill(spec["launcher"]["drill"], events, run_dir / "drill-disk")
     rank.heartbeat(0, "load")
     for step in range(1, 10_000):
         time.sleep(0.1)

@@ -123,7 +123,7 @@ def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
         paths=paths,
         attempt=attempt,
         events=events,
-        drill=Drill(spec.launcher.drill, events, paths.model),
+        drill=Drill(spec.launcher.drill, events, run_dir / "drill-disk"),
     )
 
 
