@@ -8,19 +8,17 @@ logs.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from soup_flows.errors import FailureClass, Problem
-from soup_flows.launch import layout
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
+from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
@@ -222,14 +220,7 @@ def _short(text: str, limit: int = 500) -> str:
 def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None:
     reason, detail = receipt.get("reason"), receipt.get("detail", "")
     if reason == "stalled":
-        stall = receipt.get("stall") or {}
-        frame = stuck_frame(layout.stacks(attempt.root, stall.get("rank", 0)))
-        return _verdict(
-            "stalled",
-            f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank "
-            f"{stall.get('rank')} is furthest behind, at step {stall.get('step')}, phase {stall.get('phase')}"
-            + (f", in {frame}" if frame else ""),
-        )
+        return _verdict("stalled", stall_cause(attempt.root, receipt.get("stall") or {}))
     by_signal = reason == "signal" or "TerminationSignal" in detail
     if by_signal and receipt.get("scheduler"):
         reason, detail = (
@@ -240,23 +231,6 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
         kind, sentence = STOPPED[reason]
         return _verdict(kind, f"{sentence}: {detail}" if detail else sentence)
     return None
-
-
-def stuck_frame(stacks: Path) -> str | None:
-    """Return the main thread's innermost frame in a faulthandler dump, as `all_reduce (x.py, line 12)`.
-
-    faulthandler writes the main thread last and each thread's innermost frame first.
-    """
-    try:
-        lines = stacks.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    heads = [number for number, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
-    if not heads or heads[-1] + 1 >= len(lines):
-        return None
-    file, _, rest = lines[heads[-1] + 1].strip().removeprefix("File ").partition(", line ")
-    line, _, function = rest.partition(" in ")
-    return f"{function} ({os.path.basename(file.strip(chr(34)))}, line {line})"
 
 
 # -- only text and an exit code are left -----------------------------------------------------------
