@@ -147,6 +147,8 @@ class TrainingSpec(Group):
     @classmethod
     def _gpus_from_text(cls, value: object) -> object:
         """Accept `"4"` as well as 4, since command lines and forms send text."""
+        if isinstance(value, bool):
+            raise ValueError("true and false are not numbers of GPUs")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
     @model_validator(mode="after")
