@@ -1,0 +1,289 @@
+"""Read published measurements: one CSV row becomes an `Architecture` and a `Setup`, or a reason to skip it.
+
+What differs between the programs that were measured (old transformers, litgpt, torchtune, ...) and the one
+this project runs is written down here, with where it comes from; the predictor itself knows only physics.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from soup_flows.architecture import Architecture, Layer, Linear
+from soup_flows.errors import Refused
+from soup_flows.memory import MemoryEstimate, Setup, predict
+from soup_flows.memory.setup import parse_setup
+
+GIB = 1 << 30
+USABLE = 0.99
+"""Share of the nominal GiB of a card that CUDA reports as total memory (A100-80GB: 79.2 GiB)."""
+LOSS_BYTES = {
+    # bytes per logit where a program has a loss of its own, read from its source
+    "torchtune_chunked": 5.5,
+    "torchtune_ce": 12.0,
+    "titan": 12.0,
+    "litgpt_chunked": 4.5,
+    "litgpt": 6.0,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement and the prediction for it."""
+
+    cells: dict[str, str]
+    model: Architecture
+    setup: Setup
+    estimate: MemoryEstimate
+
+    @property
+    def measured(self) -> float | None:
+        """Peak in bytes, None where the run failed."""
+        return float(self.cells["peak_GiB"]) * GIB if self.cells.get("peak_GiB") else None
+
+    @property
+    def kind(self) -> str:
+        """What was measured: `allocated`, `reserved`, `device` (nvidia-smi and unnamed) or `other`."""
+        metric = self.cells.get("metric", "")
+        if "smi" in metric or "GPU Mem" in metric:
+            return "device"
+        if "reserved" in metric:
+            return "reserved"
+        return (
+            "allocated" if any(w in metric for w in ("allocated", "active", "torch peak memory")) else "other"
+        )
+
+    @property
+    def predicted(self) -> float:
+        """The predicted figure of the same kind, bytes."""
+        if self.kind in ("reserved", "device"):
+            context = self.estimate.context_bytes if self.kind == "device" else 0
+            return self.estimate.reserved_bytes + context
+        return self.estimate.allocated_bytes
+
+    @property
+    def oom(self) -> bool:
+        """Whether the run ended out of memory."""
+        return self.cells.get("oom", "").strip() in ("1", "1.0", "true", "True")
+
+    @property
+    def device_bytes(self) -> float | None:
+        """Memory of the card, None if unknown."""
+        size = self.cells.get("gpu_mem_GB", "")
+        return float(size) * GIB * USABLE if size else None
+
+
+def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
+    """Return the rows that can be predicted, and (id, reason) of the others.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it lacks the columns of `memory_measured.csv`.
+    """
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        missing = {"hidden", "n_params", "method", "strategy", "seq_len", "metric"} - set(
+            reader.fieldnames or ()
+        )
+        if missing:
+            raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}")
+        lines = [{key: (value or "") for key, value in cells.items() if key} for cells in reader]
+    rows, skipped = [], []
+    for cells in lines:
+        try:
+            model = architecture(cells)
+            settings = parse_setup(settings_of(cells))
+            rows.append(Row(cells, model, settings, predict(model, setup=settings)))
+        except (KeyError, ValueError, Refused) as error:
+            skipped.append((cells.get("id", "?"), str(error).splitlines()[0][:100]))
+    return rows, skipped
+
+
+def number(cells: dict[str, str], key: str, default: int | None = None) -> int:
+    """Return a cell as a whole number; ValueError names the column when it is none."""
+    text = cells.get(key, "")
+    if not text and default is not None:
+        return default
+    try:
+        return int(float(text))
+    except ValueError:
+        raise ValueError(f"{key} is {text!r}") from None
+
+
+def architecture(cells: dict[str, str]) -> Architecture:
+    """Return the architecture that the shape columns describe; `n_params` decides what they leave open."""
+    names = ("hidden", "inter", "layers", "heads", "kv_heads", "head_dim", "vocab", "n_params")
+    hidden, inter, count, heads, kv, dim, vocab, total = (number(cells, name) for name in names)
+    tied = bool(number(cells, "tied", 0))
+    if "litgpt" in cells.get("framework", "") and tied:  # litgpt keeps a head of its own
+        tied, total = False, total + vocab * hidden
+    gated = bool(number(cells, "gated_mlp", 1))
+    q, k = heads * dim, kv * dim
+    if "qkv" in cells.get("lora_targets", "").split("+"):
+        linears = [Linear(name="qkv", d_in=hidden, d_out=q + 2 * k)]
+    else:
+        linears = [Linear(name=n, d_in=hidden, d_out=w) for n, w in (("q", q), ("k", k), ("v", k))]
+    linears.append(Linear(name="o", d_in=q, d_out=hidden))
+    mlp = [Linear(name=n, d_in=hidden, d_out=inter) for n in (["gate", "up"] if gated else ["up"])]
+    mlp.append(Linear(name="down", d_in=inter, d_out=hidden))
+    dense = sum(x.parameters for x in mlp)
+    outer = vocab * hidden * (1 if tied else 2)
+    rest = total - outer - count * sum(x.parameters for x in linears)
+    experts = round(rest / (count * dense))
+    if experts > 1:
+        mlp = [x.model_copy(update={"count": experts, "kind": "expert"}) for x in mlp]
+    rest -= count * sum(x.parameters for x in mlp)
+    layer = Layer(
+        count=count,
+        linears=(*linears, *mlp),
+        other_parameters=rest // count,
+        rms_norm=gated,
+        q_width=q,
+        k_width=k,
+        v_width=k,
+        out_width=q,
+        heads=heads,
+        mlp_width=2 * inter if experts > 1 else inter,
+        gated=gated,
+        routed=2 if experts > 1 else 0,
+    )
+    return Architecture(
+        model_type="row",
+        hidden_size=hidden,
+        vocab_size=vocab,
+        tied=tied,
+        embedding_parameters=vocab * hidden,
+        head_parameters=0 if tied else vocab * hidden,
+        root_parameters=rest % count,
+        layers=(layer,),
+    )
+
+
+def settings_of(cells: dict[str, str]) -> dict[str, object]:
+    """Return the fields of `Setup` that a row means."""
+    framework, precision = cells.get("framework", ""), cells.get("precision", "")
+    fms = "fms-accel" in cells.get("source", "")
+    fsdp1 = cells["strategy"].startswith("fsdp1")
+    method = {"dora": "lora"}.get(cells["method"], cells["method"])
+    found: dict[str, object] = {
+        "method": method,
+        "strategy": strategy(cells),
+        "world_size": number(cells, "n_gpus"),
+        "per_device_train_batch_size": number(cells, "micro_batch"),
+        "seq_len": number(cells, "seq_len"),
+        "gradient_accumulation_steps": number(cells, "grad_accum", 1),
+        "dtype": "fp16" if precision.startswith("fp16") else "bf16",
+        "gradient_checkpointing": checkpointing(cells.get("act_ckpt", "")),
+        "attention": "eager" if cells.get("attn") == "eager" else "sdpa",
+        "compile": bool(number(cells, "compile", 0)),
+        "offload": offload(cells),
+        "outer_units": "torchtitan" in framework
+        or ("torchtune" in framework and "fsdp2" in cells["strategy"]),
+        "reduce_fp32": "torchtitan" in framework,
+        **loss(cells, fms),
+        **optimizer(cells),
+    }
+    found["fused_kernels"] = (
+        bool(found["compile"])
+        or any(word in cells.get("kernels", "") for word in ("fast-kernels", "liger"))
+        or ("swift" in framework and found["loss"] == "liger")
+    )
+    if method == "full":
+        found["master_weights"] = precision.startswith("bf16_mixed")
+        # fms single-GPU runs keep bf16 weights: autocast then has nothing to copy
+        return found
+    quantization = cells.get("base_quant", "")
+    found |= {
+        "lora_r": number(cells, "lora_r", 16),
+        "lora_targets": tuple("lm_head" if t == "head" else t for t in cells["lora_targets"].split("+") if t),
+        "lora_dropout": float(cells.get("lora_dropout") or 0),
+        "autocast": "autocast" in precision and "noautocast" not in precision,
+        "adapters_fp32": not any(w in framework for w in ("litgpt", "torchtune", "fsdp_qlora")),
+        "frozen_upcast": ("baseline-peft-bnb" in framework and not fsdp1)
+        or ("bnb" in quantization and "swift" in framework),
+        "layer_inputs_kept": fsdp1 and framework.startswith(("HF Trainer", "TRL")),
+        "inputs_saved_by_quantized": "bnb" in quantization and "litgpt" in framework,
+    }
+    if method == "qlora":
+        found["quantization"] = quantized(quantization, fms)
+    return found
+
+
+def strategy(cells: dict[str, str]) -> str:
+    """Return the nearest strategy of this project."""
+    name, ranks = cells["strategy"], number(cells, "n_gpus")
+    if name.startswith("zero"):
+        return "zero++" if "++" in name else name.split("+")[0].split("_")[0]
+    if name.startswith("fsdp"):
+        return "shard_grad" if "grad_op" in name else "full_shard"
+    return "ddp" if name.startswith("ddp") and ranks > 1 else "single"
+
+
+def checkpointing(text: str) -> bool | str:
+    """Return the checkpointing mode; ValueError when the row does not say."""
+    if not text or text.endswith("?"):
+        raise ValueError(f"act_ckpt is {text!r}")
+    return True if text.startswith("full") else "selective" if "selective" in text else False
+
+
+def offload(cells: dict[str, str]) -> tuple[str, ...]:
+    """Return what a row off-loads; FSDP takes gradients and optimizer along with the parameters."""
+    text = cells.get("offload", "none")
+    words = ["optimizer"] * ("optim" in text) + ["params"] * ("params" in text)
+    words += ["activations"] * ("activations" in text)
+    if "params" in words and cells["strategy"].startswith("fsdp") and "optimizer" not in words:
+        words.append("optimizer")
+    return tuple(words)
+
+
+def loss(cells: dict[str, str], fms: bool) -> dict[str, object]:
+    """Return the loss a row used."""
+    text = cells.get("loss_impl", "")
+    if not text or text.endswith("?"):
+        raise ValueError(f"loss_impl is {text!r}")
+    newer = fms and "4.48" in cells.get("versions", "")
+    if "liger" in text:
+        return {"loss": "liger"}
+    if "fused_ce" in text:
+        return {"loss": "fused", "logits_kept": newer}
+    if "chunked_nll" in text:
+        return {"loss": "chunked"}
+    if "torchtune_chunked" in text and number(cells, "compile", 0):
+        # the compiled chunk needs no fp32 copies; a frozen head needs no whole gradient of the logits
+        return {"loss": "full", "bytes_per_logit": 4.0 if cells["method"] == "full" else 2.5}
+    for name, size in LOSS_BYTES.items():
+        if name in text:
+            return {"loss": "full", "bytes_per_logit": size}
+    if "remote" in text or (
+        "finetune.py" in cells.get("framework", "") and "deepspeed fp16" in cells["precision"]
+    ):
+        # Qwen-7B's own modelling code takes the loss of fp16 logits as they are: no fp32 copies
+        return {"loss": "full", "bytes_per_logit": 6.0}
+    return {"loss": "full", "logits_kept": newer}
+
+
+def optimizer(cells: dict[str, str]) -> dict[str, object]:
+    """Return the optimizer a row used."""
+    name, how = cells.get("optimizer", "").lower(), cells.get("optim_impl", "")
+    found: dict[str, object] = {"step_in_backward": "in_bwd" in how}
+    if "paged" in name:
+        found["optimizer"] = "paged_adamw_8bit" if "8bit" in name else "paged_adamw_32bit"
+    elif "8bit" in name:
+        found["optimizer"] = "adamw_8bit"
+    elif "4bit" in name:
+        found["optimizer"] = "adamw_4bit"
+    else:
+        fused = "fused" in how.split("(")[0] or "torchtune" in cells.get("framework", "")
+        found["optimizer"] = "adamw_torch_fused" if fused else "adamw_torch"
+    return found
+
+
+def quantized(text: str, fms: bool) -> str:
+    """Return the quantisation; fms-acceleration's plugin always quantises the scales too."""
+    names = {
+        "bnb_nf4": "nf4_double" if fms else "nf4",
+        "bnb_nf4_dq": "nf4_double",
+        "torchao_nf4": "nf4_double",
+    }
+    return names.get(text, text)
