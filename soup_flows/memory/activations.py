@@ -61,7 +61,8 @@ def layer_bytes(layer: Layer, hidden: int, adapted: tuple[Linear, ...], setup: S
     down = [x for x in adapted if x.d_in == width] if not full else []
     gradients: float = (3 if layer.gated else 2) * e * width - product
     if down and setup.wide_adapters:
-        gradients = max(gradients, e * width + (8 if setup.lora_dropout else 4) * width)
+        # the fp32 gradient of the adapter's input beside its cast or dropped-out copy, and the base's own
+        gradients = max(gradients, e * width + 8 * width)
     extra: float = e * hidden + gradients
     if setup.attention == "eager":
         extra = max(extra, e * hidden + (4 + e) * layer.heads * setup.seq_len)

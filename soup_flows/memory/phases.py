@@ -121,7 +121,6 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
     head_gradient = head * (setup.element if whole_grads else state.gradient_bytes) if full else 0.0
     base = {"weights": state.weights, "master_weights": state.master, "optimizer": state.optimizer}
     gathered = buf.layer / 2 if setup.fsdp else buf.layer
-    recomputed = act.layer if checkpointed else 0.0
     selective = setup.gradient_checkpointing == "selective"
 
     def at(**parts: float) -> Parts:
@@ -131,6 +130,12 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
     logits = act.logits
     if cast_forward > cast_kept:  # the cache ends with the forward pass; then the loss still holds 10 of 12
         logits = max(logits, logits * 10 / 12 + cast_forward - cast_kept)
+    # Sharded, the embedding's and the head's gradients are reduced together at the very end; else the head's
+    # come first and the embedding's last.
+    pending = model.outer_parameters if whole_grads else model.embedding_parameters if full else 0
+    late = gradients if accumulated else gradients * (1 - pending / model.parameters)
+    early = 0.0 if whole_grads or setup.step_in_backward else min(head_gradient, gradients)
+    unreduced = head_gradient if whole_grads else 0.0
     return {
         "loss": at(
             gradients=carried,
@@ -140,27 +145,27 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
             communication=buf.root + buf.kept + gathered,
         ),
         "first_layer": at(
-            gradients=max(carried, 0.0 if setup.step_in_backward else min(head_gradient, gradients)),
+            gradients=max(carried, early),
             activations=act.saved
             + act.gradient
             + (act.layer if checkpointed or selective else 0.0)
             + act.layer_backward,
-            autocast_copies=(0.0 if checkpointed else cast_kept) + cast_layer * checkpointed,
-            communication=buf.root + buf.kept + buf.layer + buf.reduce_layer + whole_grads * head_gradient,
+            autocast_copies=cast_layer if checkpointed else cast_kept,
+            communication=buf.root + buf.kept + buf.layer + buf.reduce_layer + unreduced,
         ),
         "last_layer": at(
-            gradients=gradients,
+            gradients=late,
             activations=2 * act.gradient
             + act.layer
             + act.layer_backward
             + 2 * act.saved * setup.layer_inputs_kept,
             autocast_copies=cast_layer,
-            communication=buf.root + buf.layer + buf.reduce_layer + whole_grads * head_gradient,
+            communication=buf.root + buf.layer + buf.reduce_layer + unreduced,
         ),
         "root": at(
-            gradients=gradients,
+            gradients=late if whole_grads else gradients,
             activations=act.gradient,
-            communication=buf.root + buf.reduce_root,
+            communication=buf.reduce_root if whole_grads else buf.root,
         ),
         "step": at(gradients=gradients, step_temporaries=state.step),
     }
