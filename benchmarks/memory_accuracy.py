@@ -1,8 +1,8 @@
-"""Measure the memory predictor on published rows: `python benchmarks/memory_accuracy.py --rows FILE.csv [--json]`.
+"""Measure the memory predictor: `python benchmarks/memory_accuracy.py --rows FILE.csv [--json]`.
 
-FILE has the columns of `tests/data/memory_measured.csv`. Rows with unknown values are skipped and counted.
-Errors are (predicted - measured) / measured. Every group also says what accelerate's and DeepSpeed's
-estimators give on its rows.
+FILE holds published measurements in the columns of `tests/data/memory_measured.csv`. Rows with unknown values
+are skipped and counted. Errors are (predicted - measured) / measured, in percent. Every group also says what
+accelerate's and DeepSpeed's estimators give on its rows of full training.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def judged(rows: Sequence[Row]) -> dict[str, Any]:
     if rows:
         covered = [row.estimate.required_bytes >= (row.measured or 0) for row in rows]
         inside = [_in_range(row) for row in rows]
+        full = [row for row in rows if row.setup.method == "full"]
         late = [
             e < -0.10 and row.estimate.confidence != "low"
             for e, row in zip(errors(rows, _own), rows, strict=True)
@@ -98,7 +99,7 @@ def judged(rows: Sequence[Row]) -> dict[str, Any]:
             "in_range": round(100 * mean(inside), 1),
             "under_10_not_low": sum(late),
             "confidence": dict(Counter(row.estimate.confidence for row in rows)),
-            "baselines": {name: summary(rows, figure) for name, figure in BASELINES.items()},
+            "baselines": {name: summary(full, figure) for name, figure in BASELINES.items()},
         }
     return found
 
@@ -161,7 +162,8 @@ def report(path: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the report as text."""
-    head = f"{'group':30}{'n':>4}{'mape':>8}{'bias':>8}{'<=10%':>8}{'<=20%':>8}{'under':>8}{'over':>8}{'covered':>9}"
+    names = ("mape", "bias", "<=10%", "<=20%", "under", "over", "covered")
+    head = f"{'group':30}{'n':>4}" + "".join(f"{name:>8}" for name in names)
     lines = [f"{found['rows']} rows, {found['predicted']} predicted, {found['skipped']} skipped", "", head]
 
     def line(name: str, row: dict[str, Any]) -> str:
@@ -173,7 +175,9 @@ def table(found: dict[str, Any]) -> str:
         if name == "oom" or not row["n"]:
             continue
         lines.append(line(name, row))
-        lines += [line(f"    {other}", row["baselines"][other]) for other in row["baselines"]]
+        for other, figures in row["baselines"].items():
+            if figures["n"]:
+                lines.append(line(f"    {other} (full)", figures))
     oom = found["groups"]["oom"]
     lines += [
         "",

@@ -1,7 +1,6 @@
-"""Other estimators, on the same rows: accelerate's and DeepSpeed's formulas, restated with their source.
+"""Other estimators on the same rows: accelerate's and DeepSpeed's formulas, restated with their source.
 
-Both look at model states alone. Where a run trains adapters or quantised weights they are given the best
-reading their own documentation allows.
+Both look at model states of full training, so only rows of full training are given to them.
 """
 
 from __future__ import annotations
@@ -10,21 +9,17 @@ from memory_rows import Row
 
 
 def accelerate(row: Row) -> float:
-    """`accelerate estimate-memory`, column "Training w/ Adam": bytes, whatever the number of GPUs.
+    """Return what `accelerate estimate-memory` calls "Training w/ Adam", bytes.
 
-    Source: accelerate 1.15 `commands/estimate.py`, `estimate_training_usage` (the largest of its parts); its
-    documentation gives four times the model's size in the dtype it is loaded in.
+    Four times the size of the model in its loaded dtype (accelerate 1.15, `commands/estimate.py`). It
+    knows no sharding; the figure is divided by the ranks that share all state, which is kinder than it is.
     """
-    pure = row.setup.method == "full" and row.setup.master_weights is False
-    return (
-        (8.0 if pure else 16.0) * row.model.parameters
-        if row.setup.method == "full"
-        else 2.0 * (4 * row.model.parameters)
-    )
+    pure = row.setup.master_weights is False
+    return (8.0 if pure else 16.0) * row.model.parameters / row.setup.shards[0]
 
 
 def deepspeed(row: Row) -> float:
-    """DeepSpeed's `estimate_zero{2,3}_model_states_mem_needs` for the row's world size: bytes on the GPU.
+    """Return DeepSpeed's `estimate_zero{2,3}_model_states_mem_needs` for the row's ranks, bytes on the GPU.
 
     Source: DeepSpeed 0.19 `runtime/zero/stage_1_and_2.py` and `stage3.py`. Sharded runs are given to stage 3,
     all others to stage 2 (18 bytes per parameter over the ranks and 2 on each).

@@ -36,11 +36,13 @@ class Row:
     model: Architecture
     setup: Setup
     estimate: MemoryEstimate
+    peak_gib: float | None
+    card_gb: float | None
 
     @property
     def measured(self) -> float | None:
         """Peak in bytes, None where the run failed."""
-        return float(self.cells["peak_GiB"]) * GIB if self.cells.get("peak_GiB") else None
+        return self.peak_gib * GIB if self.peak_gib else None
 
     @property
     def kind(self) -> str:
@@ -70,8 +72,7 @@ class Row:
     @property
     def device_bytes(self) -> float | None:
         """Memory of the card, None if unknown."""
-        size = self.cells.get("gpu_mem_GB", "")
-        return float(size) * GIB * USABLE if size else None
+        return self.card_gb * GIB * USABLE if self.card_gb else None
 
 
 def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -94,8 +95,9 @@ def read(path: Path) -> tuple[list[Row], list[tuple[str, str]]]:
         try:
             model = architecture(cells)
             settings = parse_setup(settings_of(cells))
-            rows.append(Row(cells, model, settings, predict(model, setup=settings)))
-        except (KeyError, ValueError, Refused) as error:
+            peak, card = real(cells, "peak_GiB"), real(cells, "gpu_mem_GB")
+            rows.append(Row(cells, model, settings, predict(model, setup=settings), peak, card))
+        except (KeyError, ValueError, ArithmeticError, Refused) as error:
             skipped.append((cells.get("id", "?"), str(error).splitlines()[0][:100]))
     return rows, skipped
 
@@ -109,6 +111,18 @@ def number(cells: dict[str, str], key: str, default: int | None = None) -> int:
         return int(float(text))
     except ValueError:
         raise ValueError(f"{key} is {text!r}") from None
+
+
+def real(cells: dict[str, str], key: str) -> float | None:
+    """Return a cell as a positive number, None when it is empty; ValueError names the column otherwise."""
+    text = cells.get(key, "")
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        raise ValueError(f"{key} is {text!r}") from None
+    if value is not None and not 0 < value < 1e9:
+        raise ValueError(f"{key} is {text!r}")
+    return value
 
 
 def architecture(cells: dict[str, str]) -> Architecture:
@@ -131,8 +145,8 @@ def architecture(cells: dict[str, str]) -> Architecture:
     outer = vocab * hidden * (1 if tied else 2)
     rest = total - outer - count * sum(x.parameters for x in linears)
     experts = round(rest / (count * dense))
-    if experts > 1:
-        mlp = [x.model_copy(update={"count": experts, "kind": "expert"}) for x in mlp]
+    if experts > 1:  # transformers 4: each expert has linear layers of its own, which quantisation replaces
+        mlp = [x.model_copy(update={"count": experts}) for x in mlp]
     rest -= count * sum(x.parameters for x in mlp)
     layer = Layer(
         count=count,
@@ -173,7 +187,7 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
         "per_device_train_batch_size": number(cells, "micro_batch"),
         "seq_len": number(cells, "seq_len"),
         "gradient_accumulation_steps": number(cells, "grad_accum", 1),
-        "dtype": "fp16" if precision.startswith("fp16") else "bf16",
+        "dtype": next((d for d in ("fp16", "fp32") if precision.startswith(d)), "bf16"),
         "gradient_checkpointing": checkpointing(cells.get("act_ckpt", "")),
         "attention": "eager" if cells.get("attn") == "eager" else "sdpa",
         "compile": bool(number(cells, "compile", 0)),
@@ -202,7 +216,7 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
         "adapters_fp32": not any(w in framework for w in ("litgpt", "torchtune", "fsdp_qlora")),
         "frozen_upcast": ("baseline-peft-bnb" in framework and not fsdp1)
         or ("bnb" in quantization and "swift" in framework),
-        "layer_inputs_kept": fsdp1 and framework.startswith(("HF Trainer", "TRL")),
+        "layer_inputs_kept": fsdp1,
         "inputs_saved_by_quantized": "bnb" in quantization and "litgpt" in framework,
     }
     if method == "qlora":
@@ -213,11 +227,15 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
 def strategy(cells: dict[str, str]) -> str:
     """Return the nearest strategy of this project."""
     name, ranks = cells["strategy"], number(cells, "n_gpus")
+    if "+cp" in name or "+tp" in name:
+        raise ValueError(f"strategy is {name!r}: context and tensor parallelism are not modelled")
     if name.startswith("zero"):
         return "zero++" if "++" in name else name.split("+")[0].split("_")[0]
     if name.startswith("fsdp"):
-        return "shard_grad" if "grad_op" in name else "full_shard"
-    return "ddp" if name.startswith("ddp") and ranks > 1 else "single"
+        return "hybrid_shard" if "hybrid" in name else "shard_grad" if "grad_op" in name else "full_shard"
+    if name.startswith(("ddp", "single")):
+        return "ddp" if ranks > 1 else "single"
+    raise ValueError(f"strategy is {name!r}")
 
 
 def checkpointing(text: str) -> bool | str:

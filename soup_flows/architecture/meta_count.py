@@ -1,7 +1,8 @@
 """Child process that counts a model of any family on the meta device.
 
-`python -m soup_flows.architecture.meta_count` reads a config as JSON on stdin and prints `{"parameter name": [shape], ...}` as JSON. Only this child imports
-torch and transformers; nothing is allocated or downloaded, and remote code is never run.
+`python -m soup_flows.architecture.meta_count` reads a config as JSON on stdin and prints `{name: shape}` of
+every parameter as JSON. Only this child imports torch and transformers; nothing is allocated or downloaded,
+and remote code is never run.
 """
 
 from __future__ import annotations

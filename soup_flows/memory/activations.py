@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from soup_flows.architecture import Architecture, Layer, Linear
 from soup_flows.memory.setup import LOGIT_BYTES, Setup
 
-SELECTIVE_SHARE = 0.45
+SELECTIVE_SHARE = 0.3
 """Share of a layer's saved tensors that selective checkpointing keeps (fitted; varies between versions)."""
 CHUNK_ROWS = 256
 """Tokens per chunk of TRL's chunked loss."""

@@ -167,7 +167,7 @@ def _load(model: Architecture, setup: Setup, state: States) -> dict[str, int]:
 
 
 def _reserved(model: Architecture, setup: Setup, state: States, allocated: float) -> float:
-    """Return a guess of the allocator's peak: stranded blocks of the loss, FSDP's pools per stream, and slack.
+    """Return a guess of the allocator's peak: stranded blocks of the loss, FSDP's pools, and slack.
 
     DeepSpeed keeps flat buffers, so its slack is that of one rank.
     """

@@ -1,4 +1,4 @@
-"""Child process: for each named config on stdin, write `config.json` as its class does and count the real model.
+"""Child process: write each config on stdin as its class does, and count the real model.
 
 Prints `{name: {"config": ..., "parameters": n, "shapes": {...}}}`.
 """
