@@ -179,6 +179,8 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
     framework, precision = cells.get("framework", ""), cells.get("precision", "")
     fms = "fms-accel" in cells.get("source", "")
     fsdp1 = cells["strategy"].startswith("fsdp1")
+    if not precision or precision.startswith("not stated"):
+        raise ValueError(f"precision is {precision!r}")
     method = {"dora": "lora"}.get(cells["method"], cells["method"])
     found: dict[str, object] = {
         "method": method,
@@ -205,7 +207,6 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
     )
     if method == "full":
         found["master_weights"] = precision.startswith("bf16_mixed")
-        # fms single-GPU runs keep bf16 weights: autocast then has nothing to copy
         return found
     quantization = cells.get("base_quant", "")
     found |= {

@@ -54,7 +54,7 @@ def _spec(
     capability: tuple[int, int] | None,
     source: str,
 ) -> GpuSpec:
-    """Build a row: memory is (GB on the label, GiB seen), peaks (TFLOP/s, GB/s), link (kind, GB/s, PCIe GB/s)."""
+    """Build a row from (label GB, seen GiB), (TFLOP/s, GB/s), (link, its GB/s, PCIe GB/s)."""
     return GpuSpec(
         name=name,
         device_name=device,

@@ -79,6 +79,9 @@ def states(model: Architecture, setup: Setup) -> States:
     else:
         element = 4 if setup.wide_adapters else 2
         weights = (frozen_bytes(model, setup) + element * trained) / params
+    if setup.strategy == "zero++":
+        # hpZ keeps a second copy of the 16-bit weights, split over the ranks of one machine
+        weights += plain * model.parameters / setup.node_ranks
     master = 4 * trained / opt if deepspeed and half and setup.master_weights is not False else 0.0
     moments = OPTIMIZER_STATES[setup.optimizer]
     if moments is None:
