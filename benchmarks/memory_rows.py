@@ -18,6 +18,7 @@ from soup_flows.memory.setup import parse_setup
 GIB = 1 << 30
 USABLE = 0.99
 """Share of the nominal GiB of a card that CUDA reports as total memory (A100-80GB: 79.2 GiB)."""
+FLASH = "flash_attention_2"
 LOSS_BYTES = {
     # bytes per logit where a program has a loss of its own, read from its source
     "torchtune_chunked": 5.5,
@@ -191,7 +192,7 @@ def settings_of(cells: dict[str, str]) -> dict[str, object]:
         "gradient_accumulation_steps": number(cells, "grad_accum", 1),
         "dtype": next((d for d in ("fp16", "fp32") if precision.startswith(d)), "bf16"),
         "gradient_checkpointing": checkpointing(cells.get("act_ckpt", "")),
-        "attention": "eager" if cells.get("attn") == "eager" else "sdpa",
+        "attention": {"eager": "eager", "sdpa": "sdpa"}.get(cells.get("attn", "")[:5].rstrip("/ "), FLASH),
         "compile": bool(number(cells, "compile", 0)),
         "offload": offload(cells),
         "outer_units": "torchtitan" in framework

@@ -21,6 +21,8 @@ class Family:
     gated: bool = True
     norms: int = 2
     norm: Literal["rms", "layer", "bare"] = "rms"
+    wide_norm: bool = False
+    sdpa: bool = True
     qk_norm: Literal["", "head", "width"] = ""
     fused_qkv: str = ""
     fused_gate_up: str = ""
@@ -44,11 +46,26 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", kv_heads=32, head_dim=128
     ),
-    "gemma": Family(qkv_bias="attention_bias", o_bias="attention_bias", tied=True, kv_heads=16, head_dim=256),
+    "gemma": Family(
+        wide_norm=True,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        tied=True,
+        kv_heads=16,
+        head_dim=256,
+    ),
     "gemma2": Family(
-        qkv_bias="attention_bias", o_bias="attention_bias", norms=4, tied=True, kv_heads=4, head_dim=256
+        wide_norm=True,
+        sdpa=False,
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norms=4,
+        tied=True,
+        kv_heads=4,
+        head_dim=256,
     ),
     "gemma3_text": Family(
+        wide_norm=True,
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         norms=4,
@@ -84,8 +101,8 @@ FAMILIES: dict[str, Family] = {
         flag_default=True,
     ),
     "olmo": Family(qkv_bias="attention_bias", o_bias="attention_bias", norm="bare"),
-    "olmo2": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="width"),
-    "olmo3": Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="width"),
+    "olmo2": Family(wide_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="width"),
+    "olmo3": Family(wide_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="width"),
     "smollm3": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", tied=True, kv_heads=4
     ),
@@ -162,6 +179,7 @@ def build(
         head_parameters=0 if tied else vocab * hidden,
         root_parameters=norm_parameters(family, hidden) + (vocab if family.head_bias else 0),
         layers=layers,
+        sdpa=family.sdpa,
         checkpoint_dtype=str(config.get("dtype") or config.get("torch_dtype") or ""),
         notes=notes,
     )
@@ -185,6 +203,7 @@ def dense(config: Config, family: Family) -> Architecture:
         other_parameters=family.norms * norm_parameters(family, hidden) + inner,
         norms=family.norms,
         rms_norm=family.norm == "rms",
+        wide_norm=family.wide_norm,
         mlp_width=width,
         gated=family.gated,
         **widths,

@@ -52,6 +52,8 @@ class Layer(Value):
     """Norms over the hidden width."""
     rms_norm: bool = True
     """RMSNorm in PyTorch operations (keeps an fp32 copy of its input), else the fused LayerNorm."""
+    wide_norm: bool = False
+    """RMSNorm that multiplies by its weight before the cast back, and so keeps an fp32 product."""
     q_width: int
     """Width of all queries together."""
     k_width: int
@@ -105,6 +107,8 @@ class Architecture(Value):
     """Elements outside layers, embedding and head: the final norm and the like."""
     layers: tuple[Layer, ...]
     """Kinds of layers in order of appearance."""
+    sdpa: bool = True
+    """Whether the class can run PyTorch's fused attention; without it, attention is `eager` by default."""
     source: Source = "config"
     """Where the shapes come from: the config, weight files, or a count on the meta device."""
     known: bool = True

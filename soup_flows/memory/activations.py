@@ -36,7 +36,9 @@ class Activations:
     """One gradient of the residual stream."""
 
 
-def layer_bytes(layer: Layer, hidden: int, adapted: tuple[Linear, ...], setup: Setup) -> tuple[float, float]:
+def layer_bytes(
+    layer: Layer, hidden: int, adapted: tuple[Linear, ...], setup: Setup, eager: bool
+) -> tuple[float, float]:
     """Return bytes per token a layer saves, and what its backward pass needs beyond them at its peak.
 
     Args:
@@ -44,13 +46,16 @@ def layer_bytes(layer: Layer, hidden: int, adapted: tuple[Linear, ...], setup: S
         hidden: width of the residual stream.
         adapted: its matrices with adapters; ignored for full training.
         setup: how it is trained.
+        eager: whether attention scores are kept.
     """
     e, full = setup.element, setup.method == "full"
     keeps_inputs = full or (setup.inputs_saved_by_quantized and setup.method == "qlora")
     norm = _norm_bytes(layer, hidden, keeps_inputs, setup)
-    attention: float = e * (layer.q_width + layer.k_width + layer.v_width + layer.out_width) + 4 * layer.heads
+    grouped = setup.attention == "flash_attention_2"  # else keys and values are expanded to every head
+    keys, values = (layer.k_width, layer.v_width) if grouped else (layer.q_width, layer.out_width)
+    attention: float = e * (layer.q_width + keys + values + layer.out_width) + 4 * layer.heads
     attention += layer.qk_norm_width * ((4 if e == 2 else 0) + e * full)
-    if setup.attention == "eager":
+    if eager:
         attention += (4 + e) * layer.heads * setup.seq_len
     width = layer.mlp_width
     product = e * width if keeps_inputs else 0
@@ -64,7 +69,7 @@ def layer_bytes(layer: Layer, hidden: int, adapted: tuple[Linear, ...], setup: S
         # the fp32 gradient of the adapter's input beside its cast or dropped-out copy, and the base's own
         gradients = max(gradients, e * width + 8 * width)
     extra: float = e * hidden + gradients
-    if setup.attention == "eager":
+    if eager:
         extra = max(extra, e * hidden + (4 + e) * layer.heads * setup.seq_len)
     return norm + attention + mlp + adapters, extra
 
@@ -75,7 +80,7 @@ def _norm_bytes(layer: Layer, hidden: int, keeps_inputs: bool, setup: Setup) -> 
     output = e * hidden * keeps_inputs
     if setup.fused or not layer.rms_norm:
         return layer.norms * (e * hidden + output)
-    scaled = e * hidden if setup.method == "full" else 0
+    scaled = (4 if layer.wide_norm else e) * hidden if setup.method == "full" else 0
     return layer.norms * (4 * hidden + scaled + output)
 
 
@@ -90,7 +95,8 @@ def activations(model: Architecture, setup: Setup) -> Activations:
     hidden, e, tokens = model.hidden_size, setup.element, setup.tokens
     targets = () if setup.method == "full" else setup.lora_targets
     adapted = model.adapted(targets)
-    per_layer = [(layer, *layer_bytes(layer, hidden, linears, setup)) for layer, linears in adapted]
+    eager = setup.attention == "eager" or (setup.attention == "sdpa" and not model.sdpa)
+    per_layer = [(layer, *layer_bytes(layer, hidden, linears, setup, eager)) for layer, linears in adapted]
     total = sum(layer.count * saved for layer, saved, _ in per_layer)
     _, largest, backward = max(per_layer, key=lambda item: item[1] + item[2])
     checkpoint: float = (4 if setup.wide_residual else e) * hidden

@@ -204,7 +204,7 @@ def judge(model: Architecture, setup: Setup) -> tuple[Confidence, tuple[str, ...
         "ZeRO: few published measurements": setup.zero_stage > 0,
         "quantised base weights": setup.method == "qlora",
         "activation widths of this family are assumed": not model.known,
-        "eager attention": setup.attention == "eager",
+        "eager attention": setup.attention == "eager" or not model.sdpa,
         "the optimizer steps inside backward": setup.step_in_backward,
     }
     for word, rules in (("low", low), ("medium", medium)):

@@ -120,7 +120,7 @@ TRACES = {
 def test_formula_agrees_with_the_traced_model_code(name: str) -> None:
     traced, model, changes = TRACES[name]
     found = predict(model, **{"seq_len": 4096, **changes})
-    assert found.allocated_bytes / GIB == pytest.approx(traced, rel=0.03)
+    assert found.allocated_bytes / GIB == pytest.approx(traced, rel=0.04)
     assert found.low_bytes <= traced * GIB <= found.high_bytes
 
 
