@@ -23,6 +23,7 @@ class Family:
     norm: Literal["rms", "layer", "bare"] = "rms"
     wide_norm: bool = False
     sdpa: bool = True
+    activation: str = "gelu"
     qk_norm: Literal["", "head", "width"] = ""
     fused_qkv: str = ""
     fused_gate_up: str = ""
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Family] = {
         head_dim=256,
     ),
     "phi": Family(
+        activation="gelu_new",
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
@@ -120,6 +122,11 @@ FAMILIES: dict[str, Family] = {
         flag_default=True,
     ),
 }
+
+
+def kept_by_activation(name: str) -> int:
+    """Return how many tensors an activation without gate keeps; see `Layer.inner_tensors`."""
+    return 4 if name in ("gelu_new", "gelu_fast") else 1
 
 
 def norm_parameters(family: Family, width: int) -> int:
@@ -204,8 +211,12 @@ def dense(config: Config, family: Family) -> Architecture:
         norms=family.norms,
         rms_norm=family.norm == "rms",
         wide_norm=family.wide_norm,
+        fused_qkv=bool(family.fused_qkv),
         mlp_width=width,
         gated=family.gated,
+        inner_tensors=3
+        if family.gated
+        else kept_by_activation(config.get("hidden_act") or family.activation),
         **widths,
     )
     return build(config, family, (layer,))
@@ -233,6 +244,7 @@ def gpt2(config: Config) -> Architecture:
         heads=heads,
         mlp_width=width,
         gated=False,
+        inner_tensors=kept_by_activation(config.get("activation_function") or "gelu_new"),
     )
     family = Family(norm="layer", tied=True)
     whole = build({**config, "hidden_size": hidden}, family, (layer,))
@@ -265,6 +277,7 @@ def opt(config: Config) -> Architecture:
         heads=heads,
         mlp_width=width,
         gated=False,
+        inner_tensors=1,
     )
     whole = build(config, Family(norm="bare", tied=True), (layer,))
     positions = (int(config.get("max_position_embeddings") or 2048) + 2) * hidden

@@ -68,6 +68,11 @@ class Layer(Value):
     """Intermediate width a token passes: the dense one, or active routed and shared experts together."""
     gated: bool = True
     """Gated MLP (two projections up and a product), else one projection up."""
+    inner_tensors: int = 3
+    """Tensors of the intermediate width kept besides the last projection's input: three for a gated MLP
+    (gate, its activation, up), one for a fused activation, four for `gelu_new`, which is in Python."""
+    fused_qkv: bool = False
+    """One projection gives queries, keys and values; the values are a view that keeps all of it alive."""
     qk_norm_width: int = 0
     """Width of queries and keys that pass a norm of their own."""
     routed: int = 0

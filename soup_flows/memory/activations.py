@@ -54,12 +54,14 @@ def layer_bytes(
     grouped = setup.attention == "flash_attention_2"  # else keys and values are expanded to every head
     keys, values = (layer.k_width, layer.v_width) if grouped else (layer.q_width, layer.out_width)
     attention: float = e * (layer.q_width + keys + values + layer.out_width) + 4 * layer.heads
-    attention += layer.qk_norm_width * ((4 if e == 2 else 0) + e * full)
+    if layer.fused_qkv and (grouped or layer.k_width == layer.q_width):
+        attention += e * (layer.q_width + layer.k_width)
+    attention += layer.qk_norm_width * ((4 if e == 2 else 0) + (4 if layer.wide_norm else e) * full)
     if eager:
         attention += (4 + e) * layer.heads * setup.seq_len
     width = layer.mlp_width
     product = e * width if keeps_inputs else 0
-    inner = 2 if not layer.gated or setup.fused else 3
+    inner = 2 if layer.gated and setup.fused else layer.inner_tensors
     mlp = inner * e * width + product + 2 * e * hidden * layer.routed
     adapters = 0.0 if full else sum(_adapter_bytes(x, setup) for x in adapted)
 

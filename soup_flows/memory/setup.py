@@ -112,7 +112,8 @@ class Setup(BaseModel):
     """True: keep each layer's input only; `selective`: keep about half of what a layer saves."""
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     """`sdpa` expands grouped keys and values to every head when a batch is padded, which is assumed
-    (transformers 5.24, `integrations/sdpa_attention.py`); `flash_attention_2` does not; `eager` keeps scores."""
+    (transformers 5.24, `integrations/sdpa_attention.py`); `flash_attention_2` does not; `eager` keeps
+    scores."""
     loss: Loss = "full"
     """How cross-entropy is computed; see `LOGIT_BYTES`."""
     bytes_per_logit: float | None = Field(None, ge=0)
