@@ -78,12 +78,12 @@ def from_shapes(config: Mapping[str, Any], shapes: Shapes, source: Source) -> Ar
     Raises:
         ValueError: if no layers can be told apart in the names.
     """
-    by_layer: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    by_layer: dict[tuple[str, int], dict[str, tuple[int, ...]]] = defaultdict(dict)
     outer: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         found = _LAYER.search(name)
         if found:
-            by_layer[int(found[1])][name[found.end() :]] = shape
+            by_layer[name[: found.start()], int(found[1])][name[found.end() :]] = shape
         else:
             outer[name] = shape
     if not by_layer:

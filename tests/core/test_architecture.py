@@ -202,6 +202,16 @@ def test_files_of_an_unknown_family_are_enough(tmp_path: Path) -> None:
     assert found.parameters == 16 * 8 + 8 + 2 * (32 * 8 + 32)
 
 
+def test_towers_with_the_same_layer_names_are_told_apart() -> None:
+    config = {"model_type": "two_towers", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 16}
+    shapes = {"text.embed.weight": (16, 8)}
+    for tower, width in (("text", 8), ("vision", 6)):
+        shapes |= {f"{tower}.layers.{i}.q_proj.weight": (width, width) for i in range(3)}
+    found = from_shapes(config, shapes, "files")
+    assert found.parameters == 16 * 8 + 3 * (64 + 36)
+    assert [layer.count for layer in found.layers] == [3, 3]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
