@@ -159,9 +159,7 @@ class TrainingSpec(Group):
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} exclude each other; keep one of them")
         if named and self.strategy != "auto":
-            raise ValueError(
-                f"strategy={self.strategy!r} and {named[0]} exclude each other; keep one of them"
-            )
+            raise ValueError(f"{named[0]} and strategy={self.strategy} exclude each other; keep one of them")
         return self
 
 

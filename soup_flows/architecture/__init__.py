@@ -102,7 +102,7 @@ def count_on_meta(config: Mapping[str, Any], timeout_s: float = 180.0) -> Archit
     Raises:
         Refused: `MEM001` with the child's last line if it cannot build the model.
     """
-    argv = [sys.executable, "-m", "soup_flows.architecture.meta_count"]
+    argv = [sys.executable, "-m", "soup_flows.training.meta_count"]
     kind = config.get("model_type")
     try:
         done = subprocess.run(

@@ -59,7 +59,9 @@ def test_dtype_follows_the_gpus() -> None:
     assert plan("t4", gpus=1).dtype == "fp16"
     assert plan(device="cpu", gpus=2).dtype == "fp32"
     assert "compute capability" in plan("t4", gpus=1).reasons["dtype"]
-    assert refused(machine_name="t4", gpus=1, training={"dtype": "bf16"}).problems[0].field == "training.dtype"
+    assert (
+        refused(machine_name="t4", gpus=1, training={"dtype": "bf16"}).problems[0].field == "training.dtype"
+    )
 
 
 def test_strategy_without_a_preset() -> None:

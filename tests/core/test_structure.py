@@ -40,7 +40,17 @@ CORE = (
     "pages",
 )
 SHELL = {"tasks", "flows", "artifacts", "blocks", "cli"}
-HEAVY = {"torch", "transformers", "accelerate", "peft", "deepspeed", "datasets", "trl", "safetensors", "tokenizers"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "datasets",
+    "trl",
+    "safetensors",
+    "tokenizers",
+}
 
 
 def part_of(file: Path) -> str:
@@ -83,7 +93,9 @@ def test_import_is_light() -> None:
         "import sys, soup_flows; heavy = {'torch', 'transformers', 'deepspeed', 'prefect', 'pydantic'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -92,7 +104,9 @@ def test_the_flow_process_imports_no_training_stack() -> None:
         "import sys, soup_flows; soup_flows.soup_train; import soup_flows.cli;"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'peft', 'accelerate'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -154,6 +168,8 @@ def test_the_flow_takes_every_field_of_the_spec() -> None:
     assert set(parameters) == set(TrainingSpec.model_fields)
     for name, field in TrainingSpec.model_fields.items():
         default = parameters[name].default
-        assert default is inspect.Parameter.empty if field.is_required() else default == field.get_default(
-            call_default_factory=True
+        assert (
+            default is inspect.Parameter.empty
+            if field.is_required()
+            else default == field.get_default(call_default_factory=True)
         )

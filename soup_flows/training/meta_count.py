@@ -1,6 +1,6 @@
 """Child process that counts a model of any family on the meta device.
 
-`python -m soup_flows.architecture.meta_count` reads a config as JSON on stdin and prints `{name: shape}` of
+`python -m soup_flows.training.meta_count` reads a config as JSON on stdin and prints `{name: shape}` of
 every parameter as JSON. Only this child imports torch and transformers; nothing is allocated or downloaded,
 and remote code is never run.
 """
