@@ -38,8 +38,22 @@ CORE = (
     "launch",
     "report",
     "pages",
+    "live_state",
+    "diagnose",
 )
-SHELL = {"tasks", "flows", "artifacts", "blocks", "cli"}
+SHELL = {
+    "tasks",
+    "flows",
+    "artifacts",
+    "blocks",
+    "cli",
+    "cli_runs",
+    "attempt",
+    "live",
+    "own_run",
+    "hooks",
+    "drill",
+}
 HEAVY = {
     "torch",
     "transformers",

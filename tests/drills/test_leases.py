@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,12 @@ def hold(tmp_path: Path) -> Iterator[Holder]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def take(count: int, devices: list[Device], **how: Any) -> None:
+    """Lease and release."""
+    with leased(count, lambda: devices, "run-of-the-test", **how):
+        pass
 
 
 def says(process: subprocess.Popen[str]) -> str:
@@ -152,13 +159,11 @@ def test_the_lease_outlives_the_flow_until_its_ranks_are_gone(launch: Launch) ->
 def test_sick_and_foreign_devices(tmp_path: Path) -> None:
     sick = Device("g0", "slot", sick="2 uncorrected ECC memory errors")
     with pytest.raises(Refused, match=r"g0 2 uncorrected ECC.*use gpus=1"):
-        with leased(2, lambda: [sick, Device("g1", "slot")], "run-a", folder=tmp_path):
-            pass
+        take(2, [sick, Device("g1", "slot")], folder=tmp_path)
     said: list[str] = []
     used = Device("g1", "slot", occupied="process 4711 (2048 MiB)")
     with pytest.raises(TrainingFailed) as failed:
-        with leased(1, lambda: [sick, used], "run-a", folder=tmp_path, max_wait_s=0.1, on_wait=said.append):
-            pass
+        take(1, [sick, used], folder=tmp_path, max_wait_s=0.1, on_wait=said.append)
     assert failed.value.failure_class == "timeout"
     assert "g1 is used without a lease by process 4711" in failed.value.cause
     assert said
@@ -169,17 +174,9 @@ def test_sick_and_foreign_devices(tmp_path: Path) -> None:
 
 def test_stopped_while_waiting(hold: Holder, tmp_path: Path) -> None:
     says(hold(1, "run-a", "g0"))
-    with (
-        pytest.raises(TrainingFailed, match="the server says the run is Cancelling"),
-        leased(
-            1,
-            lambda: [Device("g0", "slot")],
-            "run-b",
-            folder=tmp_path,
-            should_stop=lambda: "the server says the run is Cancelling",
-        ),
-    ):
-        pass
+    asked = "the server says the run is Cancelling"
+    with pytest.raises(TrainingFailed, match=asked):
+        take(1, [Device("g0", "slot")], folder=tmp_path, should_stop=lambda: asked)
     assert not list(tmp_path.glob("waiting-*"))
 
 
