@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from soup_flows.drill import Watch, parameters
-from soup_flows.drill_server import Site
+from soup_flows.drill.server import Site
 from soup_flows.flows import soup_train
 from soup_flows.launch import proc
 from soup_flows.paths import RunPaths

@@ -50,7 +50,7 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _drill(arguments: argparse.Namespace) -> int:
     """Run a drill; the exit code is 1 unless the class was right and nothing was left."""
     from soup_flows.drill import drill, drill_text
-    from soup_flows.drill_cases import DRILLS
+    from soup_flows.drill.cases import DRILLS
 
     if arguments.name is None:
         rows = {name: case.text for name, case in DRILLS.items()}

@@ -191,6 +191,7 @@ def build_trainer(
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.paths.root / "tensorboard"))
     trainer = SoupTrainer(
         model=load_model(job.spec, plan),
         args=arguments,

@@ -9,7 +9,7 @@ import pytest
 
 from soup_flows.cli import main
 from soup_flows.drill import drill
-from soup_flows.drill_cases import DRILLS
+from soup_flows.drill.cases import DRILLS
 from soup_flows.errors import Refused
 from soup_flows.spec import parse_spec
 

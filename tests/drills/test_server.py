@@ -16,7 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 
 from soup_flows.drill import Watch, parameters
-from soup_flows.drill_server import Site, wait_for
+from soup_flows.drill.server import Site, wait_for
 from soup_flows.flows import soup_train
 from soup_flows.launch import proc
 from soup_flows.paths import RunPaths

@@ -10,7 +10,7 @@ import pytest
 from soup_flows.demo import build_demo_data, build_demo_model
 from soup_flows.diagnose import diagnose
 from soup_flows.drill import DrillResult, drill
-from soup_flows.drill_cases import DRILLS
+from soup_flows.drill.cases import DRILLS
 from soup_flows.report import TrainReport
 
 pytestmark = pytest.mark.ranks

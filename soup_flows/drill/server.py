@@ -25,7 +25,7 @@ from prefect.types.entrypoint import EntrypointType
 from prefect.workers.process import ProcessWorker
 
 from soup_flows.drill import LIMIT_S, DrillResult, Watch, parameters
-from soup_flows.drill_cases import DRILLS
+from soup_flows.drill.cases import DRILLS
 from soup_flows.launch.plan import PACKAGE_ROOT
 from soup_flows.paths import RunPaths
 

@@ -1,4 +1,4 @@
-"""The flow process of a drill without a server: `python -m soup_flows.drill_flow REQUEST.json`.
+"""The flow process of a drill without a server: `python -m soup_flows.drill.flow_process REQUEST.json`.
 
 It calls the tasks' functions without Prefect, or, for a rehearsal, only the launch itself. It may be killed.
 """

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.demo import build_demo_data, demo_parameters
 from soup_flows.diagnose import Diagnosis, diagnose
-from soup_flows.drill_cases import DRILLS, QUICK_TIMEOUT_MIN, settings
+from soup_flows.drill.cases import DRILLS, QUICK_TIMEOUT_MIN, settings
 from soup_flows.errors import nearest, refuse
 from soup_flows.launch import proc
 from soup_flows.launch.events import tail_events
@@ -76,7 +76,7 @@ def drill(name: str, output_dir: str | Path = "drill-output", *, quick: bool = F
     folder = Path(output_dir).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if case.server:
-        from soup_flows.drill_server import Site
+        from soup_flows.drill.server import Site
 
         with Site.start() as site:
             return site.drill(name, folder)
@@ -114,7 +114,7 @@ def _drill_process(name: str, folder: Path, quick: bool) -> DrillResult:
     request = {"run_id": run_id, "values": values, "quick": quick, "small_disk": small_disk}
     path = write_json(folder / f"{run_id}.json", request)
     with (folder / f"{run_id}.log").open("wb") as log:
-        argv = [sys.executable, "-m", "soup_flows.drill_flow", str(path)]
+        argv = [sys.executable, "-m", "soup_flows.drill.flow_process", str(path)]
         flow = subprocess.Popen(
             [*_namespace(), *argv] if small_disk else argv,
             stdin=subprocess.DEVNULL,
