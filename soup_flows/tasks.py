@@ -248,7 +248,9 @@ def _stopped(attempt: AttemptPaths, stopped: BaseException, base: dict[str, Any]
     if isinstance(stopped, Refused):
         report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
         return TrainReport(state="refused", **(found | report))
-    verdict = _verdict(attempt, read_saved_receipt(attempt))
+    receipt = read_saved_receipt(attempt)
+    found["seconds"] = receipt.get("seconds", 0.0)
+    verdict = _verdict(attempt, receipt)
     if verdict.failure_class == "unknown":
         verdict = Verdict("cancelled", f"stopped by {type(stopped).__name__}", ADVICE["cancelled"])
     return _failed(verdict, found)

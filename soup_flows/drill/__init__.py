@@ -173,10 +173,13 @@ class Watch:
             end = time.monotonic() + limit_s
             while time.monotonic() < end:
                 self.poll()
-                if self._ended() is not None and not proc.marked(self.paths.root.name):
+                if proc.marked(self.paths.root.name):
+                    self.clean = None
+                elif self.clean is None:
                     self.clean = time.time()
+                if self.clean is not None and self._ended() is not None:
                     break
-                time.sleep(0.05)
+                time.sleep(0.05 if self.clean is None else 0.3)
         finally:
             self.survivors = proc.marked(self.paths.root.name)
             proc.send(self.survivors, signal.SIGKILL)
