@@ -39,7 +39,7 @@ def test_the_command_prints_one_object(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["failure_class"] == "rank_killed"
     assert found["living"] == []
     (attempt,) = found["attempts"]
-    assert [rank["step"] >= 4 for rank in attempt["ranks"]] == [True, True]
+    assert max(rank["step"] for rank in attempt["ranks"]) >= 4
     assert main(["diagnose", result["run_dir"]]) == 0
     text = capsys.readouterr().out
     assert text.index("What to do") < text.index("Cause")
