@@ -68,8 +68,8 @@ class LiveState:
             self._take_step(event)
         elif kind == "evaluation":
             self.eval_loss = event.get("eval_loss")
-        elif kind in ("warning", "error", "resumed") or kind.startswith("checkpoint"):
-            text = event.get("message") or (f"step {event['step']}" if "step" in event else "")
+        elif kind in ("warning", "error", "resumed", "save_failed") or kind.startswith("checkpoint"):
+            text = event.get("message") or event.get("reason") or (f"step {event['step']}" if "step" in event else "")
             self.notes = [*self.notes[-9:], f"{kind} {text}".strip()]
         elif kind == "finished":
             self.finished = True
