@@ -118,6 +118,19 @@ def steps(
     return Steps(steps_per_epoch=per_epoch, total_steps=total, warmup_steps=math.ceil(total * warmup_ratio))
 
 
+def count_nodes(world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
+    """Return nodes and ranks per node; all ranks are on one node when `ranks_per_node` is empty.
+
+    Raises:
+        Refused: if the ranks do not fill the nodes evenly.
+    """
+    local = world_size if ranks_per_node is None else positive("ranks_per_node", ranks_per_node)
+    if world_size % local:
+        message = f"{world_size} ranks do not fill nodes of {local}"
+        raise refuse("BATCH003", "ranks_per_node", message, "use the same number of ranks on every node")
+    return world_size // local, local
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number` in rising order."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -54,12 +55,13 @@ class _Found(Exception):
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
+    block: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in block:
             token = re.escape(json.dumps(key, ensure_ascii=False)) + r"\s*:"
             raise _Found(f"the key {key!r} is there twice in one object", token, "keep one of them")
-    return dict(pairs)
+        block[key] = value
+    return block
 
 
 def _no_constant(name: str) -> Any:
@@ -67,9 +69,9 @@ def _no_constant(name: str) -> Any:
 
 
 def _lines_with(text: str, token: str) -> str:
-    """Say on which lines, and in which columns, `token` (a pattern) is."""
+    """Say on which lines, and in which columns, `token` (a pattern) is; the first five places."""
     places = []
-    for match in re.finditer(token, text):
+    for match in itertools.islice(re.finditer(token, text), 5):
         start = text.rfind("\n", 0, match.start())
         places.append(f"line {text.count(chr(10), 0, match.start()) + 1} column {match.start() - start}")
     return "found at " + ", ".join(places) if places else "written with escapes"
@@ -82,9 +84,10 @@ def _read_text(path: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise _bad_file(path, f"cannot be opened: {reason}", "give the path of a readable file") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _bad_file(path, "is not a regular file", "give the path of a JSON file")
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _bad_file(path, "is not a regular file", "give the path of a JSON file")
         data = file.read(MAX_CONFIG_BYTES + 1)
     if len(data) > MAX_CONFIG_BYTES:
         raise _bad_file(path, f"has more than {MAX_CONFIG_BYTES} bytes", "give a DeepSpeed config")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from soup_flows.batch import batch_arithmetic, positive
+from soup_flows.batch import batch_arithmetic, count_nodes, positive
 from soup_flows.config_edit import ConfigEdit, raise_together
 from soup_flows.errors import nearest, refuse
 
@@ -43,7 +42,8 @@ def resolve_deepspeed_config(
 
     Where the global batch is a number, `train_batch_size = micro * accumulation * gpu_count` holds
     afterwards: the micro batch is kept if it divides the share of a rank, else lowered to the largest
-    divisor; accumulation takes the rest. Batch values that are `"auto"` stay so unless batch numbers are given here.
+    divisor; accumulation takes the rest. Batch values that are `"auto"` stay so unless batch numbers are
+    given here.
 
     Args:
         cfg: the DeepSpeed JSON as a dict; it is not changed.
@@ -69,22 +69,13 @@ def resolve_deepspeed_config(
     """
     _check_shape(cfg)
     world = positive("gpus", gpu_count)
-    local = world if ranks_per_node is None else positive("ranks_per_node", ranks_per_node)
-    given = {
-        key: value
-        for key, value in (
-            (TOTAL, train_batch_size),
-            (MICRO, per_device_train_batch_size),
-            (ACCUMULATION, gradient_accumulation_steps),
-        )
-        if value is not None
-    }
+    asked = (train_batch_size, per_device_train_batch_size, gradient_accumulation_steps)
     edit = ConfigEdit(cfg)
     raise_together(
-        lambda: _batch(edit, world, given),
+        lambda: _batch(edit, world, asked),
         lambda: _dtype(edit, dtype),
         lambda: _clipping(edit, gradient_clipping),
-        lambda: _zeropp(edit, world, local),
+        lambda: _zeropp(edit, world, ranks_per_node),
         lambda: _nvme(edit, nvme_path),
         lambda: _offload(edit, has_compiler, pin_memory),
         lambda: _buckets(edit, hidden_size),
@@ -107,21 +98,19 @@ def _offload_blocks(edit: ConfigEdit) -> dict[str, dict[str, Any]]:
 def _check_shape(cfg: object) -> None:
     """Refuse what is not a DeepSpeed config at all."""
     if not isinstance(cfg, Mapping):
-        raise refuse(
-            "DSR001", "deepspeed_config", f"got {type(cfg).__name__}", "give the DeepSpeed JSON as a dict"
-        )
-    if not isinstance(cfg.get("zero_optimization"), Mapping):
-        raise refuse(
-            "DSR001",
-            "zero_optimization",
-            f"got {cfg.get('zero_optimization')!r}: no block with a stage, and DeepSpeed would shard nothing",
-            'write {"stage": 2} or another stage',
-        )
+        found = type(cfg).__name__
+        raise refuse("DSR001", "deepspeed_config", f"got {found}", "give the DeepSpeed JSON as a dict")
+    zero = cfg.get("zero_optimization")
+    if not isinstance(zero, Mapping):
+        message = f"got {zero!r}: DeepSpeed would shard nothing, or guess a stage"
+        raise refuse("DSR001", "zero_optimization", message, 'write {"stage": 2} or another stage')
 
 
-def _batch(edit: ConfigEdit, world: int, given: dict[str, int]) -> None:
-    """Make the three batch keys agree with each other and with the ranks."""
-    now = {key: edit.cfg.get(key) for key in (TOTAL, MICRO, ACCUMULATION)}
+def _batch(edit: ConfigEdit, world: int, asked: tuple[int | None, int | None, int | None]) -> None:
+    """Make the three batch keys agree with each other, with what was asked for, and with the ranks."""
+    keys = (TOTAL, MICRO, ACCUMULATION)
+    given = {key: value for key, value in zip(keys, asked, strict=True) if value is not None}
+    now = {key: edit.cfg.get(key) for key in keys}
     numbers = {key: value for key, value in now.items() if value is not None and value != "auto"}
     for key, value in (*numbers.items(), *given.items()):
         positive(key, value)
@@ -129,30 +118,22 @@ def _batch(edit: ConfigEdit, world: int, given: dict[str, int]) -> None:
     total = _global_batch(now, given, wanted, world)
     if total is None:
         for key in now:
-            why = (
-                "given for this run" if key in given else "left out, DeepSpeed and Trainer may disagree on it"
-            )
+            why = "given for this run" if key in given else "without it the engine may count another batch"
             edit.set(key, wanted.get(key, "auto"), why)
         return
-    share = total // world
-    wish = next(
-        (
-            values[key] if key == MICRO else max(1, share // values[key])
-            for values in (given, numbers)
-            for key in (MICRO, ACCUMULATION)
-            if key in values
-        ),
-        None,
-    )
+    share, wish = total // world, None
+    for values in (numbers, given):  # what is given for this run beats what the config says
+        if ACCUMULATION in values:
+            wish = max(1, share // values[ACCUMULATION])
+        wish = values.get(MICRO, wish)
     batch = batch_arithmetic(total, world, wish)
     micro, accumulation = batch.per_device_train_batch_size, batch.gradient_accumulation_steps
     divides = f"the {share} rows of each rank ({total} over {world})"
+    lowered = f"{wish} does not divide {divides}; the largest divisor below it"
     reasons = {
         TOTAL: "rows per optimizer step of this run",
-        MICRO: f"divides {divides}"
-        if wish in (None, micro)
-        else f"{wish} does not divide {divides}; the largest divisor below it",
-        ACCUMULATION: f"{total} rows per step = {micro} rows (micro batch) x {accumulation} x {world} GPUs",
+        MICRO: f"divides {divides}" if wish in (None, micro) else lowered,
+        ACCUMULATION: f"keeps the global batch {total} = micro batch {micro} x {accumulation} x {world} GPUs",
     }
     for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, accumulation)):
         if given or now[key] != "auto":
@@ -192,16 +173,10 @@ def _clipping(edit: ConfigEdit, norm: float | None) -> None:
     edit.set("gradient_clipping", norm, "the run's max_grad_norm")
 
 
-def _zeropp(edit: ConfigEdit, world: int, local: int) -> None:
+def _zeropp(edit: ConfigEdit, world: int, ranks_per_node: int | None) -> None:
     """Derive the ZeRO++ keys from ranks per node, nodes and dtype; absent keys stay absent."""
-    if world % local:
-        raise refuse(
-            "DSR003",
-            "ranks_per_node",
-            f"{world} ranks do not fill nodes of {local}",
-            "use the same number of ranks on every node",
-        )
-    zero, nodes, path = _zero(edit), world // local, "zero_optimization."
+    nodes, local = count_nodes(world, ranks_per_node)
+    zero, path = _zero(edit), "zero_optimization."
     hpz = zero.get("zero_hpz_partition_size")
     if hpz is not None and nodes == 1:
         edit.drop(

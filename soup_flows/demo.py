@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from soup_flows.errors import refuse
+from soup_flows.deepspeed import DEEPSPEED_ALIASES, DEEPSPEED_PRESETS
+from soup_flows.errors import nearest, refuse
+from soup_flows.fsdp import FSDP_PRESETS
 from soup_flows.paths import write_atomic, write_json
 from soup_flows.spec import DEMO_DATASET, DEMO_MODEL, TrainingSpec
 
@@ -242,3 +244,35 @@ def resolve_demo(spec: TrainingSpec) -> TrainingSpec:
     if spec.model == DEMO_MODEL:
         changes["model"] = str(build_demo_model(folder / "tiny-llama", train_path))
     return spec.model_copy(update=changes)
+
+
+def demo_parameters(preset: str = "zero2", output_dir: str | Path = "demo-output") -> dict[str, Any]:
+    """Return the flow's parameters for the demo: a tiny model, two CPU ranks, about a minute of training.
+
+    Args:
+        preset: a DeepSpeed or FSDP preset, or `ddp`.
+        output_dir: where the demo's model, data and runs go.
+
+    Raises:
+        Refused: for an unknown preset, with the nearest.
+    """
+    kinds = (
+        ("deepspeed", (*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES)),
+        ("fsdp", FSDP_PRESETS),
+        ("strategy", ("ddp",)),
+    )
+    kind = next((kind for kind, names in kinds if preset in names), None)
+    if kind is None:
+        names = [name for _, group in kinds for name in group]
+        fix = f"{nearest(preset, names)} Presets: {', '.join(names)}".strip()
+        raise refuse("DEMO004", "preset", f"got {preset!r}", fix)
+    return {
+        "model": DEMO_MODEL,
+        "dataset": DEMO_DATASET,
+        "output_dir": str(output_dir),
+        kind: preset,
+        "gpus": 2,
+        "device": "cpu",
+        "training": {"learning_rate": 2e-3, "global_batch_size": 16, "num_train_epochs": 1},
+        "data": {"max_length": 256},
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -59,8 +58,8 @@ def soup_train(
 
     Args:
         model: Folder with config.json, or a Hub id; demo://tiny-llama builds a tiny random model.
-        dataset: JSONL, JSON, CSV, Parquet or text file, or a folder of them; demo://stdlib-qa is made from the
-            standard library's documentation.
+        dataset: JSONL, JSON, CSV, Parquet or text file, or a folder of them; demo://stdlib-qa is made from
+            the standard library's documentation.
         output_dir: Runs are kept in <output_dir>/runs/<run id>/.
         deepspeed: DeepSpeed ZeRO preset. Not together with fsdp or deepspeed_config.
         fsdp: PyTorch FSDP2 preset. Not together with deepspeed or deepspeed_config.
@@ -125,16 +124,3 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
     save_report(report)
-
-
-def demo_parameters(output_dir: str | Path = "demo-output") -> dict[str, Any]:
-    """Return the parameters of the demo: a tiny model, two CPU ranks, about a minute of training."""
-    return {
-        "model": "demo://tiny-llama",
-        "dataset": "demo://stdlib-qa",
-        "output_dir": str(output_dir),
-        "gpus": 2,
-        "device": "cpu",
-        "training": {"learning_rate": 1e-3, "global_batch_size": 16, "num_train_epochs": 1},
-        "data": {"max_length": 256},
-    }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from soup_flows.batch import positive
+from soup_flows.batch import count_nodes, positive
 from soup_flows.config_edit import ConfigEdit
 from soup_flows.errors import nearest, refuse
 
@@ -14,8 +14,8 @@ FSDP_PRESETS: Mapping[str, str] = MappingProxyType(
     {
         "full_shard": "Shards parameters, gradients and optimizer state; for models whose weights do not fit "
         "on one GPU (like zero3).",
-        "shard_grad": "Shards gradients and optimizer state, and keeps the parameters gathered from forward to "
-        "backward; faster than full_shard when the weights fit on one GPU (like zero2).",
+        "shard_grad": "Shards gradients and optimizer state, and keeps the parameters gathered from forward "
+        "to backward; faster than full_shard when the weights fit on one GPU (like zero2).",
         "full_offload": "full_shard with parameters, gradients and the optimizer update in CPU memory; for "
         "models too large for all GPUs together.",
         "hybrid_shard": "full_shard inside each node and copies between nodes; for several nodes on a slow "
@@ -133,16 +133,8 @@ def resolve_fsdp_config(
     Raises:
         Refused: a ValueError; ranks that do not fill the nodes, or hybrid sharding with one rank per node.
     """
-    world = positive("gpus", world_size)
-    local = world if ranks_per_node is None else positive("ranks_per_node", ranks_per_node)
-    if world % local:
-        raise refuse(
-            "FSP003",
-            "ranks_per_node",
-            f"{world} ranks do not fill nodes of {local}",
-            "use the same number of ranks on every node",
-        )
-    edit, nodes = ConfigEdit(cfg), world // local
+    nodes, local = count_nodes(positive("gpus", world_size), ranks_per_node)
+    edit = ConfigEdit(cfg)
     if edit.cfg["fsdp"]["sharding_strategy"] != "HYBRID_SHARD":
         return edit.cfg, edit.notes
     if nodes == 1:
@@ -153,7 +145,7 @@ def resolve_fsdp_config(
         raise refuse(
             "FSP004",
             "fsdp",
-            f"hybrid_shard shards inside a node, and each of the {nodes} nodes has one rank: nothing to shard",
+            f"hybrid_shard shards inside a node; each of the {nodes} nodes has one rank: nothing to shard",
             "use full_shard to shard between the nodes, or strategy=ddp",
             "accelerate 1.15 parallelism_config.py",
         )

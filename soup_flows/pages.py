@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from soup_flows.proof import Proof
 from soup_flows.report import Point, TrainReport
+from soup_flows.sharding import ShardingPlan
 
 CHART_POINTS = 40
 """Points of a chart; more make Mermaid's labels unreadable."""
@@ -69,12 +70,10 @@ def problems_table(report: TrainReport) -> str:
     return table(("severity", "rule", "setting", "what would happen", "fix"), rows)
 
 
-def _what_ran(report: TrainReport) -> str:
-    """Show the plan, each automatic value with its reason."""
-    plan = report.plan
-    assert plan is not None
+def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
+    """Return the plan's values, each automatic one with its reason."""
     batch, why = plan.batch, plan.reasons
-    rows: list[tuple[object, ...]] = [
+    rows: list[tuple[str, object, str | None]] = [
         ("strategy", plan.strategy, plan.reason),
         ("ranks", f"{plan.world_size} × {plan.device}", why.get("world_size")),
         ("dtype", plan.dtype, why.get("dtype")),
@@ -85,9 +84,29 @@ def _what_ran(report: TrainReport) -> str:
             f"× {batch.gradient_accumulation_steps} passes × {batch.world_size} ranks",
             why.get("batch"),
         ),
-        ("rows", f"{report.train_rows} trained, {report.eval_rows} held out", None),
         ("config", plan.config_source, None),
     ]
+    if plan.steps is not None:
+        counted = f"{plan.steps.total_steps}, of them {plan.steps.warmup_steps} warm-up"
+        rows.append(
+            ("optimizer steps", counted, f"{plan.rows} rows, {plan.steps.steps_per_epoch} steps an epoch")
+        )
+    return rows
+
+
+def plan_text(plan: ShardingPlan) -> str:
+    """Return the plan for a terminal."""
+    lines = [f"{name:<24} {value}" + (f"   ({why})" if why else "") for name, value, why in plan_rows(plan)]
+    return "\n".join([*lines, *(f"adapted: {note}" for note in plan.notes)])
+
+
+def _what_ran(report: TrainReport) -> str:
+    """Show the plan, each automatic value with its reason."""
+    plan = report.plan
+    assert plan is not None
+    rows: list[tuple[str, object, str | None]] = plan_rows(plan)
+    if report.train_rows is not None:
+        rows.append(("rows", f"{report.train_rows} trained, {report.eval_rows} held out", None))
     text = "## What ran\n\n" + table(("", "value", "why"), rows)
     if plan.notes:
         text += "\n\nAdapted values:\n\n" + "\n".join(f"- {note}" for note in plan.notes)

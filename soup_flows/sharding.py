@@ -125,7 +125,7 @@ def _world(spec: TrainingSpec, hardware: Hardware) -> tuple[Literal["cuda", "cpu
     if hardware.device != "cuda" or not found:
         why = "; ".join(hardware.notes) or "no CUDA device was found"
         raise refuse(
-            "HW001",
+            "PLAN001",
             "gpus",
             f"gpus={spec.gpus} needs GPUs and this machine offers none ({why})",
             "run on a GPU machine, or pass device=cpu to run that many ranks on CPU",
@@ -133,7 +133,7 @@ def _world(spec: TrainingSpec, hardware: Hardware) -> tuple[Literal["cuda", "cpu
     ranks = found if spec.gpus == "auto" else spec.gpus
     if ranks > found:
         raise refuse(
-            "HW002",
+            "PLAN002",
             "gpus",
             f"gpus={ranks}, but {found} can be seen here",
             f"use gpus={found} or fewer, or gpus=auto",
@@ -146,12 +146,14 @@ def _dtype(spec: TrainingSpec, hardware: Hardware, device: str) -> tuple[Dtype, 
     asked = spec.training.dtype
     if device == "cpu":
         if asked == "fp16":
-            raise refuse("DT001", "training.dtype", "fp16 is not supported on CPU", "use dtype=fp32 or bf16")
+            raise refuse(
+                "PLAN003", "training.dtype", "fp16 is not supported on CPU", "use dtype=fp32 or bf16"
+            )
         return ("fp32", "CPU ranks compute in fp32") if asked == "auto" else (asked, "as asked")
     old = [gpu.name for gpu in hardware.gpus if gpu.bf16 is False]
     if asked == "bf16" and old:
         message = f"{old[0]} has no bf16 (compute capability below 8.0)"
-        raise refuse("DT002", "training.dtype", message, "use dtype=fp16, or dtype=auto")
+        raise refuse("PLAN004", "training.dtype", message, "use dtype=fp16, or dtype=auto")
     if asked != "auto":
         return asked, "as asked"
     if old:
@@ -168,14 +170,14 @@ def _strategy(spec: TrainingSpec, world_size: int, user_config: dict[str, Any] |
         return _nearest_preset(user_config), "the DeepSpeed JSON you named"
     if spec.strategy == "ddp" or (spec.strategy == "auto" and world_size > 1):
         if world_size < 2:
-            raise refuse("ST001", "strategy", "ddp needs at least 2 ranks", "use gpus=2 or strategy=single")
+            raise refuse("PLAN005", "strategy", "ddp needs at least 2 ranks", "use gpus=2 or strategy=single")
         return (
             "ddp",
             "as asked" if spec.strategy == "ddp" else "several ranks and no preset: plain replication",
         )
     if world_size > 1:
         raise refuse(
-            "ST002", "strategy", f"single means one rank, not {world_size}", "use gpus=1 or strategy=ddp"
+            "PLAN006", "strategy", f"single means one rank, not {world_size}", "use gpus=1 or strategy=ddp"
         )
     return "single", "as asked" if spec.strategy == "single" else "one rank shards nothing"
 
@@ -187,7 +189,7 @@ def _nearest_preset(config: dict[str, Any]) -> str:
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise refuse(
-            "DS006",
+            "PLAN007",
             "deepspeed_config",
             f"zero_optimization.stage is {stage!r}, so nothing would be sharded",
             "set it to 1, 2 or 3, or drop deepspeed_config and use strategy=ddp",
@@ -242,7 +244,7 @@ def _batch(spec: TrainingSpec, world_size: int, config: dict[str, Any] | None) -
         if wrong:
             listed = ", ".join(f"{key}={config[key]} (would be {value})" for key, value in wrong.items())
             raise refuse(
-                "BT002",
+                "PLAN008",
                 "deepspeed_config",
                 f"train_batch_size must be micro batch x accumulation x {world_size} ranks; {listed}",
                 'write "auto" for the three batch keys',
@@ -290,19 +292,24 @@ def read_model_config(model: str) -> dict[str, Any] | None:
     folder = Path(model).expanduser()
     if not folder.exists():
         if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-            raise refuse("MD001", "model", f"there is no folder {model!r}", "give a model folder or a Hub id")
+            raise refuse(
+                "PLAN009", "model", f"there is no folder {model!r}", "give a model folder or a Hub id"
+            )
         return None
     file = folder / "config.json"
     if not file.is_file():
         raise refuse(
-            "MD002", "model", f"{model!r} has no config.json", "give a folder made by save_pretrained()"
+            "PLAN010", "model", f"{model!r} has no config.json", "give a folder made by save_pretrained()"
         )
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise refuse(
-            "MD003", "model", f"{file} cannot be read: {error}", "save the model again with save_pretrained()"
+            "PLAN011",
+            "model",
+            f"{file} cannot be read: {error}",
+            "save the model again with save_pretrained()",
         ) from None
     if not isinstance(value, dict):
-        raise refuse("MD003", "model", f"{file} is not a JSON object", "save the model again")
+        raise refuse("PLAN011", "model", f"{file} is not a JSON object", "save the model again")
     return value

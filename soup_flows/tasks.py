@@ -213,7 +213,7 @@ def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> Tr
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
         return TrainReport(state="completed", **found)
-    failure_class, cause, advice = classify(attempt, outcome)
+    failure_class, cause, advice = classify(attempt, outcome.receipt)
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
@@ -236,7 +236,7 @@ def _own_run_watch() -> Callable[[], str | None] | None:
         try:
             with get_client(sync_client=True) as client:
                 state = client.read_flow_run(flow_run_id).state  # type: ignore[arg-type]
-        except Exception:  # noqa: BLE001 (an outage is no reason to stop)
+        except Exception:  # an outage of the server is no reason to stop
             return None
         done = state is not None and (state.is_cancelling() or state.is_final())
         return f"the server says the run is {state.name}" if done and state else None

@@ -5,8 +5,10 @@ plan is made for; it can be recorded as JSON on one machine and planned for on a
 """
 
 from soup_flows.hardware.detect import detect
+from soup_flows.hardware.doctor import doctor
 from soup_flows.hardware.nvml import NvmlProbe
 from soup_flows.hardware.probe import GpuReading, MigSlice, NvidiaReading, NvLink, Probe, RecordedProbe
+from soup_flows.hardware.render import render
 from soup_flows.hardware.values import (
     Disk,
     Gpu,
@@ -35,4 +37,6 @@ __all__ = [
     "UnusedGpu",
     "Vendor",
     "detect",
+    "doctor",
+    "render",
 ]

@@ -82,19 +82,11 @@ def _assemble(
     notes = [*selection.notes, *([note] if note else [])]
     notes += [f"The disk of {path} could not be read." for path, disk in asked if disk is None]
     notes += _unread(reading, found)
-    sources = {
-        "gpus": reading.source,
-        "interconnect": f"NVLink states, {reading.source}",
-        "cpu_cores": cores_source,
+    sources = _sources(reading, env) | {
         "host_memory": memory_source,
-        "disks": "statvfs, /proc/self/mounts",
+        "cpu_cores": cores_source,
         "cuda_toolkit": toolkit_source,
-        "cxx": "CXX, PATH",
-        "ninja": "PATH",
-        "infiniband": "/sys/class/infiniband",
-        "memlock": "/proc/self/limits",
         "torch_cuda": torch_source,
-        "visible_devices": ", ".join(f"{n}={env[n]}" for n in LIMITS if n in env) or f"{CUDA} is not set",
     }
     return Hardware(
         device=device,
@@ -120,6 +112,24 @@ def _assemble(
         sources=sources,
         notes=tuple(notes),
     )
+
+
+def _sources(reading: NvidiaReading, env: Mapping[str, str]) -> dict[str, str]:
+    """Return where the readings come from whose place is always the same."""
+    limits = ", ".join(f"{name}={env[name]}" for name in LIMITS if name in env)
+    gpus = ("gpus", "interconnect", "peer_access", "driver_version", "driver_cuda", "driver_error")
+    return {
+        **dict.fromkeys(gpus, reading.source),
+        "unused": f"{reading.source}; /sys/bus/pci",
+        "visible_devices": limits or f"{CUDA} is not set",
+        "shm": "statvfs, /proc/self/mounts",
+        "disks": "statvfs, /proc/self/mounts",
+        "cxx": "CXX, PATH",
+        "ninja": "PATH",
+        "infiniband": "/sys/class/infiniband, /dev/infiniband",
+        "infiniband_down": "/sys/class/infiniband, /dev/infiniband",
+        "memlock": "/proc/self/limits",
+    }
 
 
 def _others(reading: NvidiaReading, root: Path, live: bool) -> list[UnusedGpu]:
@@ -148,7 +158,7 @@ def _no_gpu(reading: NvidiaReading, selection: Selection, env: Mapping[str, str]
         reason = (
             f"this process finds no NVIDIA driver ({reading.error})"
             if missing
-            else f"the NVIDIA driver is broken: {reading.error}"
+            else f"the NVIDIA driver is broken or not loaded: {reading.error}"
         )
         fix = (
             f"run on a machine with NVIDIA GPUs, start the container with access to them, {cpu}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import byref
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -176,7 +177,8 @@ class _Session:
         if rows is not None and rows[2]:
             faults.append("a memory row waits to be remapped, which needs a GPU reset")
         fabric = nvml.c_nvmlGpuFabricInfo_t()
-        if self._get(unread, "fabric", nvml.nvmlDeviceGetGpuFabricInfo, handle, fabric) is not None:
+        pointer = byref(fabric)  # pynvml hands its argument on as it is, and NVML wants an address
+        if self._get(unread, "fabric", nvml.nvmlDeviceGetGpuFabricInfo, handle, pointer) is not None:
             state = FABRIC_STATES.get(fabric.state)
             if state:
                 faults.append(f"its NVSwitch fabric is {state} (is the Fabric Manager running?)")

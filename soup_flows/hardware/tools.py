@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import logging
 import os
 import platform
 import re
@@ -13,6 +15,8 @@ from pathlib import Path
 
 from soup_flows.hardware.host import read_text
 from soup_flows.hardware.values import UnusedGpu, Vendor
+
+logger = logging.getLogger(__name__)
 
 PCI_VENDORS: dict[str, Vendor] = {"0x10de": "nvidia", "0x1002": "amd", "0x8086": "intel"}
 """PCI vendor ids (pci.ids)."""
@@ -27,7 +31,7 @@ def cuda_toolkit(environ: Mapping[str, str]) -> tuple[str | None, str]:
     (`torch/utils/cpp_extension.py`, `_find_cuda_home`).
     """
     home = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
-    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH"))
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc", path=environ.get("PATH", os.defpath))
     nvcc = nvcc or "/usr/local/cuda/bin/nvcc"
     try:
         done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=5, check=False)
@@ -40,12 +44,14 @@ def cuda_toolkit(environ: Mapping[str, str]) -> tuple[str | None, str]:
 def compiler(environ: Mapping[str, str]) -> str | None:
     """Return the path of the C++ compiler torch's extension builder would call: CXX, else c++ or g++."""
     names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++"]
-    return next((found for n in names if (found := shutil.which(n, path=environ.get("PATH")))), None)
+    return next(
+        (found for n in names if (found := shutil.which(n, path=environ.get("PATH", os.defpath)))), None
+    )
 
 
 def has_ninja(environ: Mapping[str, str]) -> bool:
     """Return whether `ninja` is on PATH; torch's extension builder refuses to work without it."""
-    return shutil.which("ninja", path=environ.get("PATH")) is not None
+    return shutil.which("ninja", path=environ.get("PATH", os.defpath)) is not None
 
 
 def torch_cuda() -> tuple[str | None, str]:
@@ -84,9 +90,11 @@ def infiniband(root: Path) -> tuple[list[str], list[str]]:
 def pci_devices(root: Path) -> list[UnusedGpu]:
     """Return the GPUs and accelerators on the PCI bus, from /sys/bus/pci; no driver is needed.
 
-    A container sees the host's bus, so a device here need not be one this process may open.
+    A container sees the host's bus, so a device here need not be one this process may open. Names come from
+    the device itself, from amdsmi, or from the system's list of PCI ids.
     """
     found = []
+    amd: dict[str, str] | None = None
     for device in sorted((root / "sys/bus/pci/devices").glob("*")):
         kind = (read_text(device / "class") or "").strip()
         vendor = PCI_VENDORS.get((read_text(device / "vendor") or "").strip())
@@ -94,11 +102,17 @@ def pci_devices(root: Path) -> list[UnusedGpu]:
             continue
         maker = {"nvidia": "NVIDIA", "amd": "AMD", "intel": "Intel", "apple": "Apple"}[vendor]
         number = (read_text(device / "device") or "unknown").strip()
-        product = (read_text(device / "product_name") or "").strip()
+        if vendor == "amd" and amd is None:
+            amd = _amd_names()
+        product = (
+            (read_text(device / "product_name") or "").strip()
+            or (amd or {}).get(device.name, "")
+            or _pci_name(root, (read_text(device / "vendor") or "").strip(), number)
+        )
         found.append(
             UnusedGpu(
                 vendor=vendor,
-                name=product or f"{maker} device {number} at {device.name}",
+                name=f"{maker} {product.removeprefix(maker).strip() or f'device {number}'} at {device.name}",
                 why="no_driver" if vendor == "nvidia" else "vendor",
                 reason=(
                     "it is on the PCI bus, but the NVIDIA driver does not show it to this process"
@@ -108,6 +122,39 @@ def pci_devices(root: Path) -> list[UnusedGpu]:
             )
         )
     return found
+
+
+def _amd_names() -> dict[str, str]:
+    """Return the market name of each AMD GPU by PCI address, from `amdsmi` where it is installed.
+
+    amdsmi comes with ROCm; it raises its own exceptions and others, even on import, when no driver is loaded.
+    """
+    try:
+        amdsmi = importlib.import_module("amdsmi")
+        amdsmi.amdsmi_init()
+        try:
+            return {
+                str(amdsmi.amdsmi_get_gpu_device_bdf(handle)).lower(): str(
+                    amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]
+                )
+                for handle in amdsmi.amdsmi_get_processor_handles()
+            }
+        finally:
+            amdsmi.amdsmi_shut_down()
+    except Exception:
+        logger.debug("amdsmi names no AMD GPU", exc_info=True)
+        return {}
+
+
+def _pci_name(root: Path, vendor: str, device: str) -> str:
+    """Return a device's name from the system's `pci.ids`, or an empty text."""
+    for folder in ("usr/share/hwdata", "usr/share/misc"):
+        text = read_text(root / folder / "pci.ids") or ""
+        block = re.search(rf"^{vendor[2:]} .*\n((?:[\t#].*\n)*)", text, re.MULTILINE)
+        name = block and re.search(rf"^\t{device[2:]}\s+(.+)$", block[1], re.MULTILINE)
+        if name:
+            return name[1].strip()
+    return ""
 
 
 def apple() -> list[UnusedGpu]:

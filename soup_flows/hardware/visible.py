@@ -42,6 +42,7 @@ def select(readings: Sequence[GpuReading], environ: Mapping[str, str]) -> Select
         The visible devices in CUDA's order; every other one with its reason.
     """
     result = Selection()
+    readings = _granted_slices(readings, environ.get(CONTAINER, ""), result)
     named, reason = _by_cuda(readings, environ.get(CUDA), result.notes)
     allowed, grant = _granted(readings, environ, result.notes)
     whole: list[Device] = []
@@ -53,7 +54,7 @@ def select(readings: Sequence[GpuReading], environ: Mapping[str, str]) -> Select
     shown = {reading.index for reading, _ in named}
     result.unused += [unused(r, None, "hidden", reason) for r in readings if r.index not in shown]
     _one_slice(whole, result)
-    if len({r.name for r in readings}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+    if len({r.name for r in readings if r.name}) > 1 and environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
         result.notes.append(
             "The GPUs differ and CUDA_DEVICE_ORDER is not PCI_BUS_ID: CUDA numbers the fastest first, so its "
             "numbers may not be those of nvidia-smi that are shown here. UUIDs are unambiguous."
@@ -80,33 +81,44 @@ def _by_cuda(readings: Sequence[GpuReading], value: str | None, notes: list[str]
     if value is None:
         return [(reading, None) for reading in readings], ""
     reason = f"hidden by {CUDA}={value!r}"
-    found: list[Device] = []
-    seen: set[str] = set()
+    twice = f"{CUDA}={value!r} names a device twice, and CUDA then shows no device at all."
     prefix = next((p for p in ("GPU-", "MIG-") if value.startswith(p)), "")
-    for item in value.split(","):
+    found: list[Device] = []
+    items = _items(value, prefix)
+    if len(set(items)) < len(items):
+        notes.append(twice)
+        return [], reason
+    for item in items:
         device = _device(readings, item, prefix)
         if device is None:
-            if value.strip() not in ("", "-1"):
-                notes.append(
-                    f"{CUDA}={value!r}: {item!r} names no device here, and CUDA stops reading the list there."
-                )
+            notes.append(f"{CUDA}={value!r}: {item!r} names no device here; CUDA stops reading there.")
             break
-        key = device[1].uuid if device[1] else str(device[0].index)
-        if key in seen:
-            notes.append(f"{CUDA}={value!r} names a device twice, and CUDA then shows no device at all.")
+        if device in found:
+            notes.append(twice)
             return [], reason
-        seen.add(key)
         found.append(device)
     return found, reason
 
 
+def _items(value: str, prefix: str) -> list[str]:
+    """Split CUDA_VISIBLE_DEVICES up to its first entry that is no device of its kind, such as -1."""
+    items = []
+    for item in value.split(","):
+        if prefix:
+            known = item if item.startswith(prefix) else None
+        else:
+            number = re.match(r"\+?(\d+)", item.strip())  # read like strtoul: `1gpu` is 1
+            known = str(int(number[1])) if number else None
+        if known is None:
+            break
+        items.append(known)
+    return items
+
+
 def _device(readings: Sequence[GpuReading], item: str, prefix: str) -> Device | None:
-    """Return the device one entry of CUDA_VISIBLE_DEVICES names, or None."""
+    """Return the device one entry of CUDA_VISIBLE_DEVICES names; a UUID may be cut short if it is unique."""
     if not prefix:
-        number = re.match(r"\+?\d+", item.strip())  # like strtoul: `1gpu` is 1
-        return next(((r, None) for r in readings if number and r.index == int(number[0])), None)
-    if not item.startswith(prefix):
-        return None
+        return next(((r, None) for r in readings if str(r.index) == item), None)
     if prefix == "GPU-":
         gpus = [r for r in readings if r.uuid and r.uuid.startswith(item)]
         return (gpus[0], None) if len(gpus) == 1 else None
@@ -143,6 +155,19 @@ def _granted(
             "are here: they may belong to other jobs. Ask for them with --gpus or --gres=gpu:N."
         )
     return every, ""
+
+
+def _granted_slices(readings: Sequence[GpuReading], value: str, result: Selection) -> list[GpuReading]:
+    """Leave out the MIG slices that a container's list of MIG UUIDs does not name."""
+    if "MIG-" not in value:
+        return list(readings)
+    kept = []
+    for reading in readings:
+        mine = tuple(part for part in reading.slices if part.uuid in value.split(","))
+        reason = f"not granted to this container ({CONTAINER}={value!r})"
+        result.unused += [unused(reading, p, "hidden", reason) for p in reading.slices if p not in mine]
+        kept.append(reading.model_copy(update={"slices": mine}))
+    return kept
 
 
 def _listed(readings: Sequence[GpuReading], value: str) -> set[int] | None:

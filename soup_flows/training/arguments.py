@@ -62,9 +62,20 @@ def training_arguments(
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        ddp_backend="gloo" if on_cpu and plan.world_size > 1 else None,
+        ddp_backend=_backend(plan),
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=not on_cpu,
         remove_unused_columns=False,
         **engine,
     )
+
+
+def _backend(plan: ShardingPlan) -> str | None:
+    """Name the collectives' backends.
+
+    FSDP moves tensors through CPU memory when it off-loads and saves, and needs gloo beside NCCL
+    (pytorch/pytorch#148532).
+    """
+    if plan.device == "cpu":
+        return "gloo" if plan.world_size > 1 else None
+    return "cuda:nccl,cpu:gloo" if plan.engine == "fsdp" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,11 +15,11 @@ NAME = "soup_rows"
 
 
 def attend_per_row(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    _attention_mask: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -28,11 +29,11 @@ def attend_per_row(
     """Run causal scaled-dot-product attention once per row.
 
     Args:
-        module: the attention layer, unused.
+        _module: the attention layer, unused.
         query: (1, heads, tokens, head_dim).
         key: (1, kv_heads, tokens, head_dim).
         value: like `key`.
-        attention_mask: unused; the rows' borders say all there is to say.
+        _attention_mask: unused; the rows' borders say all there is to say.
         scaling: factor on the scores.
         dropout: share of attention weights to drop.
         sliding_window: tokens each token may look back, itself included; None for all.
@@ -44,7 +45,7 @@ def attend_per_row(
     borders = [0, query.shape[2]] if cu_seq_lens is None else cu_seq_lens.tolist()
     grouped = query.shape[1] != key.shape[1]
     outputs = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in itertools.pairwise(borders):
         mask = None
         if sliding_window is not None and end - start > sliding_window:
             distance = torch.arange(end - start, device=query.device)

@@ -35,7 +35,8 @@ def measure(trainer: Any) -> RankProof:
         whole, local = _elements(parameter)
         total += whole
         # ZeRO pads each tensor to the world size; FSDP2 deals out whole rows of the first dimension
-        slack += trainer.args.world_size + (whole // parameter.shape[0] if parameter.dim() else 1)
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        slack += trainer.args.world_size + (whole // shape[0] if shape else 1)
         trainable += whole if parameter.requires_grad else 0
         name = str(parameter.dtype).removeprefix("torch.")
         held[name] = held.get(name, 0) + local

@@ -6,16 +6,19 @@ import math
 import os
 import resource
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, set_seed
+import transformers
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from soup_flows.batch import Steps, steps
-from soup_flows.data import load_examples
-from soup_flows.data.masking import Encoded, encode
+from soup_flows.data.formats import load_examples
+from soup_flows.data.masking import encode
+from soup_flows.data.values import Encoded
 from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
@@ -66,6 +69,11 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
         run_dir: the run directory with `spec.json`, `plan.json` and `launch.json`.
         attempt_dir: where this attempt's events, errors and result go.
     """
+    # DeepSpeed calls collectives by names that torch 2.13 renamed: a warning per call, and nothing to do about it.
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
+    transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)
     job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
@@ -106,7 +114,7 @@ def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
         launch=LaunchPlan.model_validate_json(paths.launch.read_bytes()),
         paths=paths,
         attempt=attempt,
-        events=EventWriter(attempt.events),
+        events=EventWriter(attempt.events, rank.rank_number()),
     )
 
 
@@ -183,6 +191,7 @@ def build_trainer(
         processing_class=tokenizer,
         callbacks=[Reporter(job)],
     )
+    trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once
     if plan.strategy == "full_offload" and on_cpu:
         cpu.unpin_fsdp_offload(trainer)
     job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
@@ -222,7 +231,7 @@ class Reporter(TrainerCallback):
             finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
             self.job.events.write(kind, step=state.global_step, seconds=now - self.last, **finite)
             self.last = now
-            print(_line(state, numbers), flush=True)
+            print(_line(state, numbers), flush=True)  # noqa: T201 (the rank's log)
         if not math.isfinite(loss):
             raise NonFiniteLoss(f"the loss is {loss} at step {state.global_step}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +38,6 @@ class SoupTrainer(Trainer):
         super().__init__(**kwargs)
         self.batch = batch
         self.eval_tokens = eval_tokens
-        self.model_accepts_loss_kwargs = True  # makes Trainer count the step's tokens over all ranks
 
     def get_train_dataloader(self) -> StepLoader:
         """Return a loader of this rank's micro batches; accelerate must not shard it again."""
@@ -46,6 +47,16 @@ class SoupTrainer(Trainer):
         return StepLoader(
             rows, batch_sampler=sampler, collate_fn=flatten, pin_memory=self.args.dataloader_pin_memory
         )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, torch.Tensor]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
+        """Return the micro batches of one optimizer step, and its trained tokens over all ranks."""
+        micro = list(itertools.islice(epoch_iterator, num_batches))
+        tokens = torch.tensor(sum(int((m["shift_labels"] != IGNORED).sum()) for m in micro), device=device)
+        if self.batch.world_size > 1:
+            dist.all_reduce(tokens)
+        return micro, tokens
 
     def token_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and the number of trained tokens of one micro batch.
@@ -71,7 +82,7 @@ class SoupTrainer(Trainer):
         self,
         model: torch.nn.Module,
         inputs: dict[str, Any],
-        return_outputs: bool = False,
+        return_outputs: bool = False,  # noqa: ARG002 (Trainer's signature)
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Return the micro batch's part of the step's mean loss; gradients are averaged over the ranks."""

@@ -68,7 +68,7 @@ def count_rows(spec: TrainingSpec) -> int | None:
         files = list_files(spec.dataset)
         if sum(Path(file).stat().st_size for file in files) > COUNT_UP_TO_BYTES:
             return None
-        kept = sum(isinstance(item, Example) for item, _ in iter_examples(spec.dataset))
+        kept = sum(isinstance(item, Example) for item in iter_examples(spec.dataset))
     except (Refused, OSError):
         return None
     if spec.data.eval_split and not spec.data.eval_dataset:

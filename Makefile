@@ -1,0 +1,42 @@
+# make demo   a real 2-rank fine-tune as a Prefect flow        make demo PRESET=zero3
+# make test   the whole test suite                             make check   lint, types, fast tests
+PYTHON ?= python3
+VENV ?= .venv
+PRESET ?= zero2
+BIN := $(VENV)/bin
+
+# The default of 20 s is too short on a loaded machine for Prefect's own server to start.
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 300
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test check lint types clean
+
+demo: $(VENV)/installed
+	$(BIN)/soup-flows demo $(PRESET)
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types
+	$(BIN)/python -m pytest -m "not ranks and not server" -q $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev
+	$(BIN)/mypy
+
+# torch comes first, so that the pinned build is there before anything asks for another.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[train]"
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo-output dist build

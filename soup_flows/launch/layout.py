@@ -1,0 +1,60 @@
+"""Names that the supervisor, the ranks and the flow share: environment variables and files. Standard library.
+
+The *channel* is a private folder (0700) on local disk that lives as long as an attempt: one FIFO per rank for
+its output, its PID, and a mark when it ended cleanly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ATTEMPT_DIR = "SOUP_FLOWS_ATTEMPT_DIR"
+CHANNEL = "SOUP_FLOWS_CHANNEL"
+SUPERVISOR_PID = "SOUP_FLOWS_SUPERVISOR_PID"
+PROTOCOL_VERSION = 1
+"""Version of the events and of the receipt; readers skip what is newer."""
+
+
+def fifo(channel: Path, rank: int) -> Path:
+    """The FIFO that takes rank `rank`'s stdout and stderr."""
+    return channel / f"rank_{rank}.out"
+
+
+def pid_file(channel: Path, rank: int) -> Path:
+    """Holds the PID of rank `rank`."""
+    return channel / f"rank_{rank}.pid"
+
+
+def clean_mark(channel: Path, rank: int) -> Path:
+    """Exists when rank `rank` ended without an uncaught exception."""
+    return channel / f"rank_{rank}.done"
+
+
+def heartbeat(attempt: Path, rank: int) -> Path:
+    """Holds `<step> <phase>` of rank `rank`; its time is that of the last step."""
+    return attempt / "heartbeat" / f"rank_{rank}"
+
+
+def stacks(attempt: Path, rank: int) -> Path:
+    """Takes the Python stacks of rank `rank` when it is stuck."""
+    return attempt / "stacks" / f"rank_{rank}.txt"
+
+
+def error(attempt: Path, rank: int) -> Path:
+    """The error that ended rank `rank`, JSON."""
+    return attempt / "errors" / f"rank_{rank}.json"
+
+
+def rank_log(attempt: Path, rank: int) -> Path:
+    """Everything rank `rank` printed."""
+    return attempt / "logs" / f"rank_{rank}.log"
+
+
+def launcher_log(attempt: Path) -> Path:
+    """Everything the elastic agent printed, and ranks before they attached."""
+    return attempt / "logs" / "launcher.log"
+
+
+def supervisor_log(attempt: Path) -> Path:
+    """Errors of the supervisor itself; normally empty."""
+    return attempt / "logs" / "supervisor.log"

@@ -1,0 +1,240 @@
+"""Say why an attempt ended, from its folder and the supervisor's receipt: class, cause, advice.
+
+Evidence, strongest first: what was asked (a stop, the time limit, a stall), unless a rank had failed before;
+the error file of the first failing rank by time; a rank that died without one, by its signal; the text of the
+logs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from soup_flows.errors import FailureClass
+from soup_flows.launch import layout
+from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
+from soup_flows.launch.events import last_lines
+from soup_flows.launch.proc import signal_name
+from soup_flows.paths import AttemptPaths
+
+TAIL_LINES = 40
+
+
+class Verdict(NamedTuple):
+    """Why an attempt ended, in words for a person."""
+
+    failure_class: FailureClass
+    cause: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended one rank."""
+
+    rank: int
+    type: str
+    types: tuple[str, ...]
+    message: str
+    traceback: str
+    time: float
+    failure_class: FailureClass | None
+    advice: str | None
+
+
+def read_errors(attempt: AttemptPaths) -> list[RankError]:
+    """Return the errors of all ranks, the earliest first; unreadable files are left out."""
+    errors = []
+    for path in sorted(attempt.errors.glob("rank_*.json")):
+        try:
+            value = json.loads(path.read_text())
+            known = value.get("failure_class")
+            errors.append(
+                RankError(
+                    rank=int(value["rank"]),
+                    type=str(value["type"]),
+                    types=tuple(map(str, value["types"])),
+                    message=str(value["message"]),
+                    traceback=str(value["traceback"]),
+                    time=float(value["time"]),
+                    failure_class=known if known in get_args(FailureClass) else None,
+                    advice=value.get("advice"),
+                )
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return sorted(errors, key=lambda error: error.time)
+
+
+def tails(attempt: AttemptPaths, count: int = TAIL_LINES) -> dict[str, list[str]]:
+    """Return the last `count` lines of the launcher and of every rank, by file name without suffix."""
+    names = sorted(attempt.logs.glob("*.log"))
+    return {path.stem: lines for path in names if (lines := last_lines(path, count))}
+
+
+def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
+    """Return why the attempt in folder `attempt` ended.
+
+    Only for an attempt that failed: whether one succeeded is decided by its verified result, not here.
+
+    Args:
+        attempt: the attempt's files.
+        receipt: `Outcome.receipt`, or the content of `receipt.json`.
+    """
+    stop_time = receipt.get("stop_time") or float("inf")
+    errors = [error for error in read_errors(attempt) if error.time <= stop_time]
+    death = _death(receipt, errors)
+    rules: Iterable[Callable[[], Verdict | None]] = (
+        lambda: _from_death(death, receipt) if death and not _error_before(death, errors) else None,
+        lambda: _from_error(errors[0]) if errors else None,
+        lambda: _from_stop(attempt, receipt),
+        lambda: _from_text(attempt),
+        lambda: _from_exit(receipt),
+    )
+    for rule in rules:
+        verdict = rule()
+        if verdict is not None:
+            return verdict
+    return Verdict("unknown", "the attempt ended and left no trace of a cause", ADVICE["unknown"])
+
+
+def _verdict(kind: FailureClass, cause: str, advice: str | None = None) -> Verdict:
+    return Verdict(kind, cause, advice or ADVICE[kind])
+
+
+# -- a rank died without saying why ----------------------------------------------------------------
+
+
+def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
+    """Return `{"rank", "exit_code", "time"}` of the rank that died first without a word and not by us."""
+    own = {
+        entry["pid"] for entry in receipt.get("signalled", ()) if entry["signal"] in ("SIGKILL", "SIGTERM")
+    }
+    first = receipt.get("first_failure")
+    spoke = {error.rank for error in errors}
+    dead = [d for d in receipt.get("dead_ranks", ()) if d["pid"] not in own and d["rank"] not in spoke]
+    if first and first["exit_code"] < 0 and first["pid"] not in own and first["rank"] not in spoke:
+        when = next((d["time"] for d in dead if d["pid"] == first["pid"]), None)
+        return {"rank": first["rank"], "exit_code": first["exit_code"], "time": when}
+    if receipt.get("reason") == "rank_died" and dead:
+        return {"rank": dead[0]["rank"], "exit_code": None, "time": dead[0]["time"]}
+    return None
+
+
+def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:
+    return bool(errors) and death["time"] is not None and errors[0].time < death["time"]
+
+
+def _from_death(death: dict[str, Any], receipt: dict[str, Any]) -> Verdict | None:
+    rank, code = death["rank"], death["exit_code"]
+    if code is None:
+        return _verdict("rank_killed", f"rank {rank} died without a Python error and the others were stopped")
+    name = signal_name(-code)
+    killed_for_memory = (receipt.get("oom_kills_after") or 0) - (receipt.get("oom_kills_before") or 0)
+    if -code == signal.SIGKILL and killed_for_memory > 0:
+        return _verdict(
+            "host_oom",
+            f"rank {rank} was killed by the kernel because the host's memory limit was reached "
+            f"(oom_kill of the cgroup rose by {killed_for_memory})",
+        )
+    if -code == signal.SIGBUS:
+        return _verdict("shm_full", f"rank {rank} ended by SIGBUS, which is what a full /dev/shm causes")
+    if -code == signal.SIGTERM:
+        return _verdict("cancelled", f"somebody sent SIGTERM to rank {rank}")
+    if -code == signal.SIGKILL:
+        return _verdict(
+            "rank_killed",
+            f"rank {rank} was killed by SIGKILL, not for memory as far as the cgroup shows, and not by us",
+        )
+    return _verdict("rank_killed", f"rank {rank} crashed with {name}")
+
+
+# -- a rank raised ---------------------------------------------------------------------------------
+
+
+def _from_error(error: RankError) -> Verdict:
+    name = error.type.removeprefix("builtins.")
+    where = f"rank {error.rank} failed first, with {name}: {_short(error.message)}"
+    kind = (
+        error.failure_class
+        or match_types(error.types)
+        or match_text(error.message)
+        or "code_error"
+    )
+    return _verdict(kind, where, error.advice)
+
+
+def _short(text: str, limit: int = 500) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# -- it was stopped --------------------------------------------------------------------------------
+
+
+def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None:
+    reason, detail = receipt.get("reason"), receipt.get("detail", "")
+    if reason == "stalled":
+        stall = receipt.get("stall") or {}
+        frame = stuck_frame(layout.stacks(attempt.root, stall.get("rank", 0)))
+        return _verdict(
+            "stalled",
+            f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank "
+            f"{stall.get('rank')} is furthest behind, at step {stall.get('step')}, phase {stall.get('phase')}"
+            + (f", in {frame}" if frame else ""),
+        )
+    if reason in STOPPED:
+        kind, sentence = STOPPED[reason]
+        return _verdict(kind, f"{sentence}: {detail}" if detail else sentence)
+    return None
+
+
+def stuck_frame(stacks: Path) -> str | None:
+    """Return the main thread's innermost frame in a faulthandler dump, as `all_reduce (x.py, line 12)`.
+
+    faulthandler writes the main thread last and each thread's innermost frame first.
+    """
+    try:
+        lines = stacks.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    heads = [number for number, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
+    if not heads or heads[-1] + 1 >= len(lines):
+        return None
+    file, _, rest = lines[heads[-1] + 1].strip().removeprefix("File ").partition(", line ")
+    line, _, function = rest.partition(" in ")
+    return f"{function} ({os.path.basename(file.strip(chr(34)))}, line {line})"
+
+
+# -- only text and an exit code are left -----------------------------------------------------------
+
+
+def _from_text(attempt: AttemptPaths) -> Verdict | None:
+    """Judge by the logs: ranks first, then the launcher, which has what ranks said before they attached."""
+    logs = tails(attempt)
+    for name in sorted(logs, key=lambda name: (name == "launcher", name)):
+        for line in reversed(logs[name]):
+            kind = match_text(line)
+            if kind is not None:
+                return _verdict(kind, f"{name.replace('_', ' ')} said: {_short(line)}")
+    return None
+
+
+def _from_exit(receipt: dict[str, Any]) -> Verdict | None:
+    code, first = receipt.get("exit_code"), receipt.get("first_failure")
+    if first:
+        return _verdict(
+            "unknown", f"rank {first['rank']} ended with exit code {first['exit_code']} and no traceback"
+        )
+    if code is not None and code < 0:
+        return _verdict("rank_killed", f"the launcher was ended by {signal_name(-code)}, not by us")
+    if code == 127:
+        return _verdict("import_error", "the launcher could not be started; see logs/launcher.log")
+    if code:
+        return _verdict("unknown", f"the launcher ended with exit code {code}")
+    return None

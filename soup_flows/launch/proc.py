@@ -1,0 +1,155 @@
+"""Find and signal the processes of a run: by parent links and by an environment marker.
+
+Every process of a run inherits `SOUP_FLOWS_RUN=<run id>`; `/proc/<pid>/environ` shows the environment a
+process was started with, whatever it did about sessions, groups and parents since (`man 5 proc`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+
+MARKER = "SOUP_FLOWS_RUN"
+SUPERVISOR_MARKER = "SOUP_FLOWS_SUPERVISOR"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def prctl(option: int, value: int) -> None:
+    """Call `prctl(option, value)`; raises OSError where the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the parent's PID, or None if the process is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rsplit(b")", 1)[1].split()[:2]
+    except (OSError, IndexError, ValueError):
+        return None
+    return None if state in (b"Z", b"X") else int(parent)
+
+
+def descendants(root: int) -> list[int]:
+    """Return all living descendants of `root`, parents before children."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        parent = parent_of(pid)
+        if parent is not None:
+            children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def marked(run_id: str, name: str = MARKER) -> list[int]:
+    """Return every living process but this one that was started with `name=run_id` in its environment."""
+    needle = f"{name}={run_id}".encode()
+    found = []
+    for pid in _pids():
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                mine = needle in file.read().split(b"\0")
+        except OSError:
+            continue
+        if mine and pid != os.getpid() and parent_of(pid) is not None:
+            found.append(pid)
+    return found
+
+
+def send(pids: Iterable[int], number: int) -> list[int]:
+    """Send a signal to each of `pids` and return those that were there to get it."""
+    told = []
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+            told.append(pid)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return told
+
+
+def pidfd(pid: int) -> int:
+    """Return a descriptor that becomes readable when `pid` ends, -1 if it has ended."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return -1
+
+
+def spawn(argv: list[str], environment: dict[str, str], output: int) -> int:
+    """Start `argv` in a session of its own, with stdout and stderr to `output`, and return its PID.
+
+    The kernel kills it when the calling thread dies (`man 2 PR_SET_PDEATHSIG`). Signals have their defaults.
+    A command that cannot be started ends with exit code 127 and says so on `output`.
+    """
+    me = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setsid()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != me:
+            os._exit(1)
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.execvpe(argv[0], argv, environment)  # noqa: S606
+    except BaseException as error:
+        os.write(output, f"cannot start {argv[0]}: {error}\n".encode())
+    os._exit(127)
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9 and so on; unknown numbers as `signal N`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the kernel killed for memory in this process's cgroup, None if unreadable.
+
+    Reads `oom_kill` of `memory.events` (cgroup v2) or `memory.oom_control` (v1); both are described in the
+    kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    try:
+        with open("/proc/self/cgroup", encoding="utf-8") as file:
+            lines = [line.strip().split(":", 2) for line in file]
+    except OSError:
+        return None
+    places = []
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            places += [
+                f"/sys/fs/cgroup/memory{path}/memory.oom_control",
+                "/sys/fs/cgroup/memory/memory.oom_control",
+            ]
+        elif not controllers:
+            places += [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+    for place in places:
+        try:
+            with open(place, encoding="utf-8") as file:
+                for line in file:
+                    key, _, value = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(value)
+        except (OSError, ValueError):
+            continue
+    return None

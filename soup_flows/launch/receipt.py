@@ -1,0 +1,53 @@
+"""The end of an attempt: its receipt (what the supervisor saw and did), and its temporary files removed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from soup_flows.paths import AttemptPaths, write_json
+
+# torch 2.13, distributed/elastic/multiprocessing/api.py, SubprocessContext._poll
+_FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+
+def first_failure(launcher_log: Path) -> dict[str, int] | None:
+    """Return `{"exit_code", "rank", "pid"}` of the rank that torch elastic saw failing first, or None."""
+    try:
+        found = _FAILED.search(launcher_log.read_bytes()[-(1 << 20) :])
+    except OSError:
+        return None
+    return dict(zip(("exit_code", "rank", "pid"), map(int, found.groups()), strict=True)) if found else None
+
+
+def write_receipt(attempt: Path, receipt: dict[str, Any]) -> None:
+    """Write the receipt to its file and to stdout, where the flow reads it even if the disk is full."""
+    with contextlib.suppress(OSError):
+        write_json(AttemptPaths(attempt).receipt, receipt)
+    with contextlib.suppress(OSError):
+        os.write(1, json.dumps(receipt).encode() + b"\n")
+
+
+def read_receipt(text: str) -> dict[str, Any]:
+    """Return the receipt that the supervisor printed; empty if it was killed before it could."""
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return {}
+
+
+def remove_temporary(channel: Path, config_path: str | None) -> None:
+    """Remove the channel folder and the run's temporary sharding config; what is gone already is fine."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(channel)):
+            os.unlink(entry.path)
+        os.rmdir(channel)
+    if config_path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(config_path)

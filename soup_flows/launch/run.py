@@ -1,0 +1,287 @@
+"""The flow's side of a launch: start the supervisor, wait for it, pass on what ranks say, leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from soup_flows.launch import layout, proc
+from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
+from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
+from soup_flows.launch.receipt import read_receipt, remove_temporary
+from soup_flows.launch.supervisor import UNKILLABLE_S
+from soup_flows.paths import write_json
+
+logger = logging.getLogger(__name__)
+
+OnLines = Callable[[list[str]], None]
+OnEvents = Callable[[list[dict[str, Any]]], None]
+
+LINES_PER_BATCH = 100
+BATCH_S = 2.0
+CATCH_UP_BYTES = 16 << 20
+DRAIN_S = 15.0
+"""Seconds the callbacks get for what is left after the run, since an outage must not hold up the end."""
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from soup_flows.launch.supervisor import main; main()"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, as the supervisor saw it.
+
+    `reason` is `exited` (the launcher ended by itself), `stopped` (asked to, `receipt["detail"]` says why),
+    `signal`, `holder_gone`, `timeout`, `stalled`, `rank_died`, or `supervisor_died`.
+    """
+
+    exit_code: int | None
+    """The launcher's exit code, negative for a signal; None if nobody saw it."""
+    reason: str
+    receipt: dict[str, Any]
+    seconds: float
+
+
+def run(
+    plan: LaunchPlan,
+    *,
+    on_lines: OnLines | None = None,
+    on_events: OnEvents | None = None,
+    should_stop: Callable[[], str | None] | None = None,
+    poll_s: float = 0.5,
+) -> Outcome:
+    """Run one attempt to its end and return how it ended; nothing of it is left, whatever happens.
+
+    Args:
+        plan: what to start.
+        on_lines: called with batches of rank 0's log lines, sampled under load. Runs in a thread of its own
+            with this call's context variables; it may block for as long as it likes without slowing the
+            ranks.
+        on_events: the same for batches of events of all ranks; none is left out.
+        should_stop: asked about once a second in the calling thread; a text stops the attempt and is the
+            reason.
+        poll_s: seconds between two looks at the files.
+
+    Raises:
+        OSError: if the supervisor cannot be started.
+        BaseException: whatever is raised in the calling thread while it waits (a termination signal, a
+            timeout of the task, Ctrl-C), after everything has been stopped within the stop budget.
+    """
+    begun = time.monotonic()
+    sweep(plan.run_id)
+    attempt = plan.attempt_paths
+    attempt.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+    channel = Path(tempfile.mkdtemp(prefix="soup-flows-"))
+    tailer = _Tailer(plan, on_lines, on_events, poll_s)
+    supervisor: subprocess.Popen[bytes] | None = None
+    try:
+        supervisor = _start(plan, channel)
+        tailer.start()
+        _wait(supervisor, should_stop)
+    except BaseException as error:
+        if supervisor is not None:
+            _close_lease(supervisor, f"interrupted by {type(error).__name__}")
+        raise
+    finally:
+        receipt = _end(plan, supervisor, channel)
+        tailer.finish()
+    return Outcome(receipt["exit_code"], receipt["reason"], receipt, time.monotonic() - begun)
+
+
+def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
+    attempt = plan.attempt_paths.root
+    spec = {
+        "run_id": plan.run_id,
+        "attempt_dir": str(attempt),
+        "channel": str(channel),
+        "holder_pid": os.getpid(),
+        **plan.model_dump(
+            mode="json",
+            include={
+                "nproc_per_node",
+                "argv",
+                "stop_budget_s",
+                "timeout_s",
+                "stall",
+                "config_path",
+                "log_limit_bytes",
+            },
+        ),
+    }
+    spec_path = write_json(channel / "supervisor.json", spec)
+    environment = plan.environment(os.environ)
+    environment |= {layout.CHANNEL: str(channel), proc.SUPERVISOR_MARKER: plan.run_id}
+    with layout.supervisor_log(attempt).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOT, PACKAGE_ROOT, str(spec_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            bufsize=0,
+        )
+
+
+def _wait(supervisor: subprocess.Popen[bytes], should_stop: Callable[[], str | None] | None) -> None:
+    """Wait for the supervisor; wakes each second so that what is raised in this thread gets through."""
+    asked = False
+    while not _ended(supervisor, 1.0):
+        reason = should_stop() if should_stop is not None and not asked else None
+        if reason is not None:
+            asked = True
+            _close_lease(supervisor, reason)
+
+
+def _ended(supervisor: subprocess.Popen[bytes], within_s: float) -> bool:
+    """Return whether the supervisor has ended, waiting at most `within_s` seconds; it is not reaped."""
+    if supervisor.returncode is not None:
+        return True
+    pidfd = os.pidfd_open(supervisor.pid)
+    try:
+        return bool(select.select([pidfd], [], [], within_s)[0])
+    finally:
+        os.close(pidfd)
+
+
+def _close_lease(supervisor: subprocess.Popen[bytes], reason: str) -> None:
+    """Ask the supervisor to stop everything."""
+    assert supervisor.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        supervisor.stdin.write(" ".join(reason.split())[:2000].encode() + b"\n")
+    with contextlib.suppress(OSError):
+        supervisor.stdin.close()
+
+
+def _end(plan: LaunchPlan, supervisor: subprocess.Popen[bytes] | None, channel: Path) -> dict[str, Any]:
+    """Wait within the budget for the supervisor, sweep what a dead one left, and return the receipt."""
+    receipt: dict[str, Any] = {}
+    if supervisor is not None:
+        assert supervisor.stdin is not None
+        assert supervisor.stdout is not None
+        with contextlib.suppress(OSError):
+            supervisor.stdin.close()
+        if not _ended(supervisor, plan.stop_budget_s + UNKILLABLE_S + 2.0):
+            supervisor.kill()
+        supervisor.wait()
+        os.set_blocking(supervisor.stdout.fileno(), False)
+        receipt = read_receipt((supervisor.stdout.read() or b"").decode("utf-8", "replace"))
+        supervisor.stdout.close()
+    swept = sweep(plan.run_id)
+    remove_temporary(channel, plan.config_path)
+    if not receipt:
+        receipt = _receipt_of_the_dead(plan, supervisor, swept)
+    return receipt
+
+
+def _receipt_of_the_dead(
+    plan: LaunchPlan, supervisor: subprocess.Popen[bytes] | None, swept: list[int]
+) -> dict[str, Any]:
+    code = supervisor.returncode if supervisor is not None else 0
+    detail = f"killed by {proc.signal_name(-code)}" if code < 0 else f"exit code {code}"
+    said = last_lines(layout.supervisor_log(plan.attempt_paths.root), 5)
+    receipt = {
+        "v": layout.PROTOCOL_VERSION,
+        "run_id": plan.run_id,
+        "reason": "supervisor_died",
+        "detail": "\n".join([f"the supervisor ended without a receipt: {detail}", *said]),
+        "exit_code": None,
+        "stop_time": time.time(),
+        "signalled": [{"pid": pid, "signal": "SIGKILL", "rank": None} for pid in swept],
+        "dead_ranks": [],
+        "survivors": proc.marked(plan.run_id),
+    }
+    with contextlib.suppress(OSError):
+        write_json(plan.attempt_paths.receipt, receipt)
+    return receipt
+
+
+def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
+    """End every process of run `run_id` on this host, wherever it is in the process tree.
+
+    A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not
+    cut short; then everything that carries the run's marker is killed.
+
+    Returns:
+        The PIDs that were sent SIGKILL.
+    """
+    end = time.monotonic() + wait_s
+    proc.send(proc.marked(run_id, proc.SUPERVISOR_MARKER), signal.SIGTERM)
+    while proc.marked(run_id, proc.SUPERVISOR_MARKER) and time.monotonic() < end:
+        time.sleep(0.05)
+    killed: set[int] = set()
+    end = time.monotonic() + UNKILLABLE_S
+    while (left := proc.marked(run_id)) and time.monotonic() < end:
+        killed.update(proc.send(left, signal.SIGKILL))
+        time.sleep(0.02)
+    return sorted(killed)
+
+
+class _Tailer:
+    """Passes events and rank 0's lines to the callbacks, from a daemon thread with the caller's context."""
+
+    def __init__(
+        self, plan: LaunchPlan, on_lines: OnLines | None, on_events: OnEvents | None, poll_s: float
+    ) -> None:
+        self._on_lines, self._on_events, self._poll_s = on_lines, on_events, poll_s
+        attempt = plan.attempt_paths
+        self._log = layout.rank_log(attempt.root, 0)
+        self._lines, self._events = LineTail(self._log), tail_events(attempt.events)
+        self._pending: list[str] = []
+        self._pending_since = 0.0
+        self._finished = threading.Event()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._follow,), daemon=True, name="soup-flows-tail"
+        )
+
+    def start(self) -> None:
+        if self._on_lines is not None or self._on_events is not None:
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Pass on what is left, for at most `DRAIN_S` seconds."""
+        self._finished.set()
+        if self._thread.is_alive():
+            self._thread.join(DRAIN_S)
+
+    def _follow(self) -> None:
+        while not self._finished.wait(self._poll_s):
+            self._pass_on(last=False)
+        self._pass_on(last=True)
+
+    def _pass_on(self, last: bool) -> None:
+        while events := self._events.poll():
+            self._call(self._on_events, events)
+        read = 0
+        while read < CATCH_UP_BYTES and (lines := self._lines.poll()):
+            read += sum(map(len, lines))
+            self._pending += lines
+        if last:
+            self._pending += self._lines.finish()
+        now = time.monotonic()
+        if not self._pending:
+            self._pending_since = now
+        elif last or len(self._pending) >= LINES_PER_BATCH or now - self._pending_since >= BATCH_S:
+            batch = sample_lines(self._pending, LINES_PER_BATCH, str(self._log))
+            self._pending, self._pending_since = [], now
+            self._call(self._on_lines, [strip_ansi(line) for line in batch])
+
+    def _call(self, callback: Callable[[Any], None] | None, batch: Any) -> None:
+        if callback is None:
+            return
+        try:
+            callback(batch)
+        except Exception:
+            logger.warning("a callback failed and training goes on", exc_info=True)

@@ -1,0 +1,251 @@
+"""Reading and writing of the launch's files: events, logs, heartbeats, plans and verdicts, without processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from soup_flows.errors import FailureClass
+from soup_flows.launch import layout
+from soup_flows.launch.advice import ADVICE, match_text, match_types
+from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
+from soup_flows.launch.outcome import classify
+from soup_flows.launch.plan import LaunchPlan, build_launch_plan
+from soup_flows.launch.pump import Pump, RotatingLog
+from soup_flows.launch.rank import EventWriter, write_error
+from soup_flows.launch.watchdog import Watchdog
+from soup_flows.paths import RunPaths
+
+RECEIPT: dict[str, Any] = {
+    "reason": "exited",
+    "detail": "",
+    "stop_time": None,
+    "exit_code": 1,
+    "signalled": [],
+    "dead_ranks": [],
+    "first_failure": None,
+    "oom_kills_before": 3,
+    "oom_kills_after": 3,
+}
+
+
+def test_events_survive_torn_lines_truncation_and_other_versions(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = tail_events(path)
+    assert tail.poll() == []
+    writer = EventWriter(path, 3)
+    writer.write("step", step=1, loss=float("inf"), path=Path("/x"), v=99)
+    (event,) = tail.poll()
+    assert (event["v"], event["rank"], event["kind"], event["loss"]) == (1, 3, "step", "inf")
+    with path.open("a") as file:
+        file.write('{"v": 1, "kind": "st')
+        file.flush()
+        assert tail.poll() == []
+        file.write('ep", "n": 2}\n{"v": 1, "ki\n[1]\n\n{"v": 2, "kind": "step"}\n{"v": 1, "kind": "new to us"}\n')
+    assert [event["kind"] for event in tail.poll()] == ["step", "new to us"]
+    assert tail.skipped == 3
+    path.write_text('{"v": 1, "kind": "after truncation"}\n')
+    assert [event["kind"] for event in tail.poll()] == ["after truncation"]
+
+
+def test_line_tail_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0.log"
+    tail = LineTail(path)
+    path.write_bytes(b"one\ntw")
+    assert tail.poll() == ["one"]
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    path.rename(tmp_path / "rank_0.log.1")
+    path.write_bytes(b"four \xff\nfive")
+    assert [line for _ in range(3) for line in tail.poll()] == ["two", "three", "four \ufffd"]
+    assert tail.finish() == ["five"]
+
+
+@pytest.mark.parametrize("pieces", [[b"a\r", b"\nb\rc\n"], [b"a\r\nb\rc\n"], [b"a", b"\r\nb", b"\r", b"c", b"\n"]])
+def test_pump_shows_what_a_terminal_would(tmp_path: Path, pieces: list[bytes]) -> None:
+    read, write = os.pipe()
+    pump = Pump(read, RotatingLog(tmp_path / "log", 1 << 20))
+    for piece in pieces:
+        os.write(write, piece)
+        pump.drain(0.0)
+    os.close(write)
+    pump.finish(0.0)
+    os.close(read)
+    assert (tmp_path / "log").read_bytes() == b"a\nc\n"
+
+
+def test_pump_writes_a_moving_bar_now_and_then(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    pump = Pump(read, RotatingLog(tmp_path / "log", 1 << 20))
+    os.write(write, b"\r10%")
+    pump.drain(0.0)
+    assert (tmp_path / "log").read_bytes() == b""
+    pump.tick(1e9)
+    pump.tick(2e9)
+    assert (tmp_path / "log").read_bytes() == b"10%\n"
+    os.close(write)
+    os.close(read)
+
+
+def test_log_on_a_full_disk_counts_and_goes_on() -> None:
+    log = RotatingLog(Path("/dev/full"), 1 << 20)
+    log.write(b"12345\n")
+    assert log.lost_bytes == 6
+
+
+def test_sampling_says_how_many_were_left_out() -> None:
+    lines = [str(n) for n in range(1000)]
+    shown = sample_lines(lines, 10, "the file")
+    assert shown[:5] == lines[:5] and shown[6:] == lines[-5:]
+    assert "990 lines" in shown[5] and "the file" in shown[5]
+    assert sample_lines(lines[:10], 10, "") == lines[:10]
+
+
+def test_ansi_and_last_lines(tmp_path: Path) -> None:
+    assert strip_ansi("\x1b[1;31mred\x1b[0m \x1b]8;;http://x\x07link\x1b]8;;\x07") == "red link"
+    (tmp_path / "l.1").write_text("1\n2\n")
+    (tmp_path / "l").write_text("3\n4\n")
+    assert last_lines(tmp_path / "l", 3) == ["2", "3", "4"]
+    assert last_lines(tmp_path / "missing") == []
+
+
+def beat(attempt: Path, rank: int, step: int, phase: str, at_s: float) -> None:
+    path = layout.heartbeat(attempt, rank)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"{step} {phase}\n")
+    os.utime(path, ns=(int(at_s * 1e9), int(at_s * 1e9)))
+
+
+def test_watchdog_threshold_follows_the_longest_step(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path, 2, floor_s=10, factor=5, startup_s=1000)
+    assert dog.check(0, set()) is None and dog.threshold_s() == 1000
+    for rank in (0, 1):
+        beat(tmp_path, rank, 1, "train", 1)
+    assert dog.check(5, set()) is None and dog.threshold_s() == 10
+    for rank in (0, 1):
+        beat(tmp_path, rank, 3, "train", 13 + rank)
+    assert dog.check(14, set()) is None
+    assert dog.longest_step_s == 6.5 and dog.threshold_s() == 32.5
+    for now in range(15, 46):
+        assert dog.check(now, set()) is None
+    stall = dog.check(47, set())
+    assert stall is not None and (stall["rank"], stall["step"], stall["quiet_s"]) == (0, 3, 33)
+    assert dog.check(47, {0, 1}) is None
+
+
+def test_watchdog_forgives_a_paused_machine(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path, 1, floor_s=10, factor=2, startup_s=100)
+    dog.check(0, set())
+    beat(tmp_path, 0, 1, "train", 1)
+    assert dog.check(1, set()) is None
+    assert dog.check(5000, set()) is None
+    assert [dog.check(5000 + s, set()) is None for s in (5, 12)] == [True, False]
+
+
+def test_plan_refuses_a_config_that_is_not_its_own(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    common: dict[str, Any] = {
+        "paths": paths, "run_id": "r", "attempt": 1, "nproc_per_node": 2, "device": "cuda",
+        "omp_num_threads": None, "stop_budget_s": 20, "timeout_s": None,
+    }  # fmt: skip
+    with pytest.raises(ValidationError, match="pass a copy below"):
+        build_launch_plan(**common, config_path="/home/me/ds.json")
+    plan = build_launch_plan(
+        **common, config_path=str(paths.temp / "ds.json"), cuda_visible_devices="GPU-1,GPU-2"
+    )
+    assert LaunchPlan.model_validate_json(plan.model_dump_json()) == plan
+    assert plan.env["CUDA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert "29500" not in " ".join(plan.argv)
+
+
+@pytest.fixture
+def attempt_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setenv(layout.ATTEMPT_DIR, str(tmp_path / "attempt-1"))
+    return monkeypatch
+
+
+def failed(monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, time_s: float) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    path = write_error(error)
+    assert path is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "time": time_s}))
+
+
+class Torn(Exception):
+    failure_class = "bad_data"
+    advice = "Mend row 7."
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError("no"), "host_oom"),
+        (ModuleNotFoundError("No module named 'peft'"), "import_error"),
+        (OSError(28, "No space left on device"), "disk_full"),
+        (RuntimeError("unable to write to file </torch_12_3_4>: No space left on device (28)"), "shm_full"),
+        (RuntimeError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL"), "nccl_timeout"),
+        (OSError("You are trying to access a gated repo."), "auth"),
+        (OSError("404 Client Error. Entry Not Found"), "not_found"),
+        (KeyError("messages"), "code_error"),
+        (Torn("row 7"), "bad_data"),
+    ],
+)
+def test_errors_become_classes(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch, error: BaseException, expected: FailureClass
+) -> None:
+    failed(attempt_env, 1, error, 10.0)
+    failed(attempt_env, 0, ConnectionError("Connection closed by peer"), 10.2)
+    verdict = classify(RunPaths(tmp_path).attempt(1), RECEIPT)
+    assert verdict.failure_class == expected and "rank 1" in verdict.cause and verdict.advice
+    assert pickle.loads(pickle.dumps(verdict)) == verdict
+
+
+def test_cause_of_an_error_counts(tmp_path: Path, attempt_env: pytest.MonkeyPatch) -> None:
+    try:
+        try:
+            import no_such_module_here  # noqa: F401
+        except ImportError as cause:
+            raise RuntimeError("cannot load the trainer") from cause
+    except RuntimeError as error:
+        failed(attempt_env, 0, error, 1.0)
+    assert classify(RunPaths(tmp_path).attempt(1), RECEIPT).failure_class == "import_error"
+
+
+@pytest.mark.parametrize(
+    ("code", "oom_after", "expected"),
+    [(-9, 4, "host_oom"), (-9, 3, "rank_killed"), (-7, 3, "shm_full"), (-11, 3, "rank_killed"), (-15, 3, "cancelled")],
+)
+def test_signals_become_classes(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch, code: int, oom_after: int, expected: FailureClass
+) -> None:
+    failed(attempt_env, 1, ConnectionError("Connection closed by peer"), 10.2)
+    receipt = {
+        **RECEIPT,
+        "oom_kills_after": oom_after,
+        "first_failure": {"exit_code": code, "rank": 0, "pid": 7},
+        "dead_ranks": [{"rank": 0, "pid": 7, "time": 10.0}],
+    }
+    verdict = classify(RunPaths(tmp_path).attempt(1), receipt)
+    assert verdict.failure_class == expected and "rank 0" in verdict.cause
+
+
+def test_what_happened_before_a_stop_is_the_cause_and_what_follows_is_not(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch
+) -> None:
+    stopped = {**RECEIPT, "reason": "signal", "detail": "SIGTERM", "stop_time": 20.0}
+    failed(attempt_env, 0, KeyError("after"), 21.0)
+    assert classify(RunPaths(tmp_path).attempt(1), stopped).failure_class == "cancelled"
+    failed(attempt_env, 1, KeyError("before"), 19.0)
+    assert "before" in classify(RunPaths(tmp_path).attempt(1), stopped).cause
+
+
+def test_every_class_has_advice_and_every_row_is_reachable() -> None:
+    assert set(ADVICE) == set(FailureClass.__args__)  # type: ignore[attr-defined]
+    assert match_text("all is well") is None
+    assert match_types(["builtins.KeyError"]) is None

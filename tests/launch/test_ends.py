@@ -1,0 +1,301 @@
+"""Every way an attempt can end leaves no process, and the receipt and the verdict say what happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from soup_flows.launch import proc
+from soup_flows.launch.outcome import classify, tails
+from soup_flows.launch.plan import StallSettings
+from soup_flows.launch.run import run, sweep
+from tests.launch.conftest import Launch, until
+
+pytestmark = pytest.mark.ranks
+
+FOREVER = "ready()\nwhile True: time.sleep(0.2)\n"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
+STRAY = """
+if me == 0:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            while True: time.sleep(1)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def receipt_of(launch: Launch) -> dict[str, Any]:
+    until(launch.attempt.receipt.exists, "a receipt")
+    return json.loads(launch.attempt.receipt.read_text())
+
+
+def test_normal_end_under_elastic(launch: Launch) -> None:
+    body = """
+assert attached
+print("out of rank", me); print("err of rank", me, file=sys.stderr)
+w = rank.EventWriter(attempt / "events.jsonl", me)
+for step in range(1, 4):
+    rank.heartbeat(step); w.write("step", step=step, loss=float("nan") if step == 2 else 1.5)
+import torch.distributed as dist
+dist.init_process_group("gloo"); dist.barrier(); dist.destroy_process_group()
+"""
+    lines: list[str] = []
+    events: list[dict[str, Any]] = []
+    outcome = run(launch.plan(body, elastic=True), on_lines=lines.extend, on_events=events.extend)
+    assert (outcome.exit_code, outcome.reason) == (0, "exited")
+    assert outcome.receipt["survivors"] == [] and outcome.receipt["dead_ranks"] == []
+    assert outcome.receipt == receipt_of(launch)
+    assert "out of rank 0" in lines and "err of rank 0" in lines and "out of rank 1" not in lines
+    assert "out of rank 1" in launch.attempt.rank_log(1).read_text()
+    assert sorted((e["rank"], e["step"]) for e in events) == [(r, s) for r in (0, 1) for s in (1, 2, 3)]
+    assert {e["loss"] for e in events if e["step"] == 2} == {"nan"}
+
+
+def test_first_failing_rank_is_the_cause(launch: Launch) -> None:
+    body = """
+ready()
+if me == 1:
+    fail(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+signal.signal(signal.SIGTERM, lambda *_: fail(ConnectionError("Connection closed by peer")))
+while True: time.sleep(0.2)
+"""
+    outcome = run(launch.plan(body, elastic=True))
+    assert outcome.exit_code != 0
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "cuda_oom"
+    assert "rank 1" in verdict.cause and "2 GiB" in verdict.cause
+    assert "RuntimeError" in "\n".join(tails(launch.attempt)["rank_1"])
+
+
+def test_killed_rank_ends_deaf_ones_before_elastic_would(launch: Launch) -> None:
+    plan = launch.plan(DEAF, elastic=True, stop_budget_s=28)  # elastic alone would wait 28 s
+    pids: list[int] = []
+
+    def kill_one() -> None:
+        pids.extend(launch.ranks_ready())
+        os.kill(pids[1], signal.SIGKILL)
+
+    threading.Thread(target=kill_one, daemon=True).start()
+    outcome = run(plan)
+    dead = outcome.receipt["dead_ranks"]
+    assert [(d["rank"], d["pid"]) for d in dead][0] == (1, pids[1])
+    assert outcome.reason == "rank_died"
+    assert {"pid": pids[0], "signal": "SIGKILL", "rank": 0} in outcome.receipt["signalled"]
+    assert outcome.receipt["ended"] - dead[0]["time"] < 20
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "rank_killed" and "rank 1" in verdict.cause
+
+
+def test_killed_rank_is_told_by_its_signal(launch: Launch) -> None:
+    body = "ready()\nif me == 0: time.sleep(1); os.kill(os.getpid(), 9)\nwhile True: time.sleep(0.2)\n"
+    outcome = run(launch.plan(body, elastic=True))
+    assert outcome.receipt["first_failure"]["exit_code"] == -9
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "rank_killed" and "rank 0 was killed by SIGKILL" in verdict.cause
+
+
+def test_agent_killed(launch: Launch) -> None:
+    plan = launch.plan(FOREVER, elastic=True)
+
+    def kill() -> None:
+        agent = proc.parent_of(launch.ranks_ready()[0])
+        assert agent is not None
+        os.kill(agent, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    outcome = run(plan)
+    assert (outcome.exit_code, outcome.reason) == (-9, "exited")
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "rank_killed" and "launcher" in verdict.cause
+
+
+@pytest.mark.parametrize("body", [FOREVER, DEAF, STRAY + DEAF], ids=["polite", "deaf", "stray"])
+def test_kill_9_of_the_flow(launch: Launch, body: str) -> None:
+    holder = launch.hold(launch.plan(body))
+    launch.ranks_ready()
+    holder.kill()
+    holder.wait()
+    launch.assert_clean()
+    receipt = receipt_of(launch)
+    assert receipt["reason"] == "holder_gone" and receipt["survivors"] == []
+    assert classify(launch.attempt, receipt).failure_class == "cancelled"
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["flow only", "whole group"])
+def test_sigterm_of_the_flow(launch: Launch, group: bool) -> None:
+    holder = launch.hold(launch.plan(STRAY + DEAF))
+    launch.ranks_ready()
+    (os.killpg if group else os.kill)(holder.pid, signal.SIGTERM)
+    holder.wait()
+    launch.assert_clean()
+    assert receipt_of(launch)["reason"] == ("signal" if group else "holder_gone") or group
+
+
+def test_supervisor_leaves_the_group_before_its_sigkill(launch: Launch) -> None:
+    holder = launch.hold(launch.plan(DEAF))
+    launch.ranks_ready()
+    supervisor = launch.supervisor()
+    os.killpg(holder.pid, signal.SIGTERM)
+    until(lambda: os.getsid(supervisor) == supervisor, "a session of its own")
+    try:
+        os.killpg(holder.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    holder.wait()
+    launch.assert_clean()
+    assert receipt_of(launch)["survivors"] == []
+
+
+def test_kill_9_of_the_supervisor(launch: Launch) -> None:
+    plan = launch.plan(STRAY + DEAF)
+
+    def kill() -> None:
+        launch.ranks_ready()
+        os.kill(launch.supervisor(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    outcome = run(plan)
+    assert (outcome.exit_code, outcome.reason) == (None, "supervisor_died")
+    assert "SIGKILL" in outcome.receipt["detail"] and outcome.receipt["survivors"] == []
+    assert receipt_of(launch) == outcome.receipt
+    assert classify(launch.attempt, outcome.receipt).failure_class == "rank_killed"
+
+
+def test_kill_9_of_flow_and_supervisor_ends_the_ranks_by_parent_death(launch: Launch) -> None:
+    plan = launch.plan(DEAF).model_copy(update={"config_path": None})
+    (launch.paths.temp / "ds_config.json").unlink()
+    holder = launch.hold(plan)
+    launch.ranks_ready()
+    os.kill(holder.pid, signal.SIGSTOP)
+    supervisor = launch.supervisor()
+    os.kill(holder.pid, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    holder.wait()
+    until(lambda: not proc.marked(launch.run_id), "ranks dead without anybody to sweep")
+    for spec in launch.channels():  # nobody was left to remove it
+        for file in spec.parent.iterdir():
+            file.unlink()
+        spec.parent.rmdir()
+
+
+def test_interrupted_caller_leaves_nothing(launch: Launch) -> None:
+    class Termination(BaseException):
+        pass
+
+    def handler(*_: Any) -> None:
+        raise Termination
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        threading.Thread(
+            target=lambda: (launch.ranks_ready(), os.kill(os.getpid(), signal.SIGALRM)), daemon=True
+        ).start()
+        with pytest.raises(Termination):
+            run(launch.plan(DEAF))
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert proc.marked(launch.run_id) == []
+    receipt = receipt_of(launch)
+    assert (receipt["reason"], receipt["detail"]) == ("stopped", "interrupted by Termination")
+
+
+def test_stop_on_request_lets_ranks_save(launch: Launch) -> None:
+    body = """
+def save(*_):
+    time.sleep(1); (attempt / f"saved_{me}").touch(); sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+""" + FOREVER
+    plan = launch.plan(body, stop_budget_s=20)
+
+    def should_stop() -> str | None:
+        return "server says Cancelling" if (launch.attempt.root / "ready_1").exists() else None
+
+    outcome = run(plan, should_stop=should_stop)
+    assert (outcome.reason, outcome.receipt["detail"]) == ("stopped", "server says Cancelling")
+    assert all((launch.attempt.root / f"saved_{r}").exists() for r in (0, 1))
+    assert "SIGKILL" not in {entry["signal"] for entry in outcome.receipt["signalled"]}
+    assert classify(launch.attempt, outcome.receipt).cause.endswith("server says Cancelling")
+
+
+def test_timeout(launch: Launch) -> None:
+    outcome = run(launch.plan(DEAF, timeout_s=3, stop_budget_s=3))
+    assert outcome.reason == "timeout"
+    assert classify(launch.attempt, outcome.receipt).failure_class == "timeout"
+
+
+def test_stall_names_the_rank_and_dumps_stacks(launch: Launch) -> None:
+    body = """
+ready()
+def waits_in_a_collective():
+    while True: time.sleep(0.2)
+for step in range(1, 6):
+    if (me, step) == (1, 4):
+        waits_in_a_collective()
+    rank.heartbeat(step); time.sleep(0.05)
+while True: time.sleep(0.2)
+"""
+    outcome = run(launch.plan(body, stall=StallSettings(floor_s=3, factor=2, startup_s=90)))
+    assert outcome.reason == "stalled"
+    assert (outcome.receipt["stall"]["rank"], outcome.receipt["stall"]["step"]) == (1, 3)
+    assert "waits_in_a_collective" in (launch.attempt.root / "stacks" / "rank_1.txt").read_text()
+    assert (launch.attempt.root / "stacks" / "rank_0.txt").read_text()
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "stalled"
+    assert "rank 1" in verdict.cause and "waits_in_a_collective" in verdict.cause
+
+
+def test_helpers_of_ranks_are_swept_after_a_normal_end(launch: Launch) -> None:
+    outcome = run(launch.plan(STRAY + "print('done')\n"))
+    assert (outcome.exit_code, outcome.reason) == (0, "exited")
+    assert proc.marked(launch.run_id) == []
+    assert {entry["signal"] for entry in outcome.receipt["signalled"]} == {"SIGTERM", "SIGKILL"}
+
+
+def test_launcher_that_cannot_start(launch: Launch) -> None:
+    outcome = run(launch.plan("", argv=("/no/such/program",)))
+    assert outcome.exit_code == 127
+    assert "/no/such/program" in launch.attempt.launcher_log.read_text()
+    assert classify(launch.attempt, outcome.receipt).failure_class == "import_error"
+
+
+def test_import_error_before_a_rank_attached(launch: Launch) -> None:
+    plan = launch.plan("")
+    (launch.folder / "rank.py").write_text("import no_such_module_here\n")
+    outcome = run(plan)
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "import_error" and "no_such_module_here" in verdict.cause
+
+
+def test_sweep_lets_a_living_supervisor_finish(launch: Launch) -> None:
+    body = """
+def save(*_):
+    time.sleep(1); (attempt / f"saved_{me}").touch(); os._exit(0)
+signal.signal(signal.SIGTERM, save)
+""" + FOREVER
+    holder = launch.hold(launch.plan(body, stop_budget_s=20))
+    launch.ranks_ready()
+    os.kill(holder.pid, signal.SIGSTOP)  # a flow that does not answer
+    assert sweep(launch.run_id) == []
+    assert all((launch.attempt.root / f"saved_{r}").exists() for r in (0, 1))
+    holder.kill()
+    holder.wait()
+
+
+def test_sweep_before_a_launch_removes_the_leftovers_of_a_crash(launch: Launch) -> None:
+    left = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], env={**os.environ, proc.MARKER: launch.run_id}
+    )
+    until(lambda: proc.marked(launch.run_id) == [left.pid])
+    run(launch.plan("print('hello')\n"))
+    assert left.wait() == -signal.SIGKILL
