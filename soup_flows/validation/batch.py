@@ -71,9 +71,15 @@ def json_batch_wins(run: Context) -> Iterator[Found]:
         return
     train, batch = run.spec.training, run.plan.batch
     if run.said("training", "global_batch_size") and batch.global_batch_size != train.global_batch_size:
-        yield Found(f"global_batch_size={train.global_batch_size}, and the JSON makes {batch.global_batch_size}")
+        yield Found(
+            f"global_batch_size={train.global_batch_size}, and the JSON makes {batch.global_batch_size}"
+        )
     micro = train.per_device_train_batch_size
-    if micro is not None and run.plan.config.get("train_micro_batch_size_per_gpu") not in (micro, "auto", None):
+    if micro is not None and run.plan.config.get("train_micro_batch_size_per_gpu") not in (
+        micro,
+        "auto",
+        None,
+    ):
         yield Found(
             f"per_device_train_batch_size={micro}, and the JSON has {batch.per_device_train_batch_size}",
             "training.per_device_train_batch_size",

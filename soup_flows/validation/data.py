@@ -86,7 +86,9 @@ def tokens_beyond(run: Context) -> Iterator[Found]:
     beyond = {i: text for i, text in run.model.added_tokens.items() if size is not None and i >= size}
     if beyond:
         last = max(beyond)
-        yield Found(f"{len(beyond)} added token(s), such as {beyond[last]!r} with id {last}, and a vocabulary of {size}")
+        yield Found(
+            f"{len(beyond)} added token(s), such as {beyond[last]!r} with id {last}, and a vocabulary of {size}"
+        )
 
 
 @rule(
@@ -132,7 +134,9 @@ def beyond_training(run: Context) -> Iterator[Found]:
 def dropped_rows(run: Context) -> Iterator[Found]:
     """Rows that cannot be trained, among the first ones."""
     if run.data.dropped:
-        yield Found(f"{len(run.data.dropped)} of the first {run.data.read} rows are dropped; {run.data.dropped[0]}")
+        yield Found(
+            f"{len(run.data.dropped)} of the first {run.data.read} rows are dropped; {run.data.dropped[0]}"
+        )
 
 
 @rule(
@@ -177,7 +181,12 @@ def copies(run: Context) -> Iterator[Found]:
 def rare_evaluation(run: Context) -> Iterator[Found]:
     """More steps between evaluations than the run has."""
     steps, every = run.plan.steps, run.spec.training.eval_steps
-    if steps and every and every > steps.total_steps and (run.spec.data.eval_dataset or run.spec.data.eval_split):
+    if (
+        steps
+        and every
+        and every > steps.total_steps
+        and (run.spec.data.eval_dataset or run.spec.data.eval_split)
+    ):
         yield Found(f"eval_steps={every}, and the run has {steps.total_steps} steps")
 
 
@@ -194,7 +203,12 @@ def all_held_out(run: Context) -> Iterator[Found]:
     """A held-out share that takes every row."""
     split = run.spec.data.eval_split
     few = run.data.read < 1000  # all rows were read
-    if split and not run.spec.data.eval_dataset and few and 0 < run.data.kept <= max(1, round(run.data.kept * split)):
+    if (
+        split
+        and not run.spec.data.eval_dataset
+        and few
+        and 0 < run.data.kept <= max(1, round(run.data.kept * split))
+    ):
         yield Found(f"eval_split={split:g} of {run.data.kept} row(s)")
 
 

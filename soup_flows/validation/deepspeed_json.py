@@ -7,7 +7,9 @@ from typing import Any
 
 from soup_flows.errors import Problem
 from soup_flows.validation import (
+    deepspeed_rules_batch,
     deepspeed_rules_keys,
+    deepspeed_rules_optimizer,
     deepspeed_rules_other,
     deepspeed_rules_run,
     deepspeed_rules_zero,
@@ -17,7 +19,9 @@ from soup_flows.validation.table import Context, Rule, by_severity
 
 RULES: tuple[Rule[DeepSpeedJson], ...] = (
     *deepspeed_rules_keys.RULES,
+    *deepspeed_rules_batch.RULES,
     *deepspeed_rules_run.RULES,
+    *deepspeed_rules_optimizer.RULES,
     *deepspeed_rules_zero.RULES,
     *deepspeed_rules_other.RULES,
 )

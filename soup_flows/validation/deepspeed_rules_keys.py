@@ -50,7 +50,9 @@ def _unknown(config: DeepSpeedJson, strict: bool | None) -> Iterator[Found]:
 
 
 @rule(
-    "DS020", "error", "deepspeed_config",
+    "DS020",
+    "error",
+    "deepspeed_config",
     "it is ignored without a word, and the run trains without it",
     fix="use a key of the DeepSpeed configuration reference",
     source="deepspeed/runtime/config.py: top-level keys are looked up one by one",
@@ -62,7 +64,9 @@ def unknown_top(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS021", "error", "deepspeed_config",
+    "DS021",
+    "error",
+    "deepspeed_config",
     'every rank would stop with "extra inputs are not permitted"',
     fix="use a key of the DeepSpeed configuration reference",
     source="deepspeed/runtime/config_utils.py: DeepSpeedConfigModel forbids extra keys",
@@ -74,7 +78,9 @@ def unknown_strict(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS022", "error", "deepspeed_config",
+    "DS022",
+    "error",
+    "deepspeed_config",
     "it is ignored without a word, and the default is used",
     fix="use a key of the DeepSpeed configuration reference",
     source="deepspeed/runtime/swap_tensor/aio_config.py and alike: keys are looked up one by one",
@@ -86,7 +92,9 @@ def unknown_lenient(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS023", "error", "deepspeed_config",
+    "DS023",
+    "error",
+    "deepspeed_config",
     "DeepSpeed has removed it and refuses a config that still names it, even switched off",
     fix="delete it",
     source="deepspeed/runtime/config.py, _REMOVED_TOP_LEVEL_CONFIG_KEYS; deepspeedai/DeepSpeed#8489",
@@ -100,7 +108,9 @@ def removed(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS024", "warning", "deepspeed_config",
+    "DS024",
+    "warning",
+    "deepspeed_config",
     "it is an old name that goes away",
     fix="use the new name",
     source="deepspeed/runtime/zero/config.py, fields marked deprecated",
@@ -114,7 +124,9 @@ def deprecated(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS025", "error", "deepspeed_config",
+    "DS025",
+    "error",
+    "deepspeed_config",
     "DeepSpeed refuses two values for one setting",
     fix="keep the new name",
     source="deepspeed/runtime/config_utils.py, _process_deprecated_field",
@@ -135,7 +147,9 @@ def twice(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS026", "error", "deepspeed_config",
+    "DS026",
+    "error",
+    "deepspeed_config",
     "DeepSpeed stops at it, or compares and counts with the wrong value",
     fix="write a value of that kind, without quotes around numbers",
     source="pydantic models of deepspeed/runtime; transformers/integrations/deepspeed.py, fill_match",
@@ -147,7 +161,11 @@ def wrong_kind(config: DeepSpeedJson) -> Iterator[Found]:
         table = table_of(block)
         for key, value in values.items():
             path = f"{block}.{key}".lstrip(".")
-            if key not in table or value == "auto" or path in ("zero_optimization", "zero_optimization.stage"):
+            if (
+                key not in table
+                or value == "auto"
+                or path in ("zero_optimization", "zero_optimization.stage")
+            ):
                 continue  # "auto" and the stage have rules of their own
             if not _fits(value, table[key], block in STRICT):
                 yield at(path, f"{path} is {_shown(value)}, and {_KINDS[table[key][0]]} is needed")
@@ -182,7 +200,9 @@ def _fits(value: Any, kind: str, parsed: bool) -> bool:
 
 
 @rule(
-    "DS027", "error", "deepspeed_config",
+    "DS027",
+    "error",
+    "deepspeed_config",
     "nobody resolves it there: DeepSpeed's default is taken without a word, or the text is used as it is",
     fix="write the value",
     source="transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig",
@@ -208,7 +228,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @rule(
-    "DS028", "error", "deepspeed_config",
+    "DS028",
+    "error",
+    "deepspeed_config",
     "DeepSpeed refuses it",
     fix="use one of the values it takes",
     source="deepspeed/runtime/config.py, zero/offload_config.py, lr_schedules.py",
@@ -227,7 +249,9 @@ def wrong_choice(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 @rule(
-    "DS029", "error", "deepspeed_config.zero_optimization",
+    "DS029",
+    "error",
+    "deepspeed_config.zero_optimization",
     "accelerate stops, or another stage than meant is used",
     fix='write {"stage": 1}, 2 or 3',
     source="accelerate/utils/dataclasses.py, DeepSpeedPlugin; deepspeed/runtime/zero/config.py",

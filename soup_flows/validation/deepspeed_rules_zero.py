@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from soup_flows.validation.deepspeed_config import DeepSpeedJson, at
-from soup_flows.validation.table import ACCELERATE, DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
+from soup_flows.validation.table import DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
 
 OFFLOAD = ("offload_optimizer", "offload_param")
 QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")

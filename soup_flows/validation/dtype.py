@@ -31,9 +31,8 @@ def fp16_of_bf16_model(run: Context) -> Iterator[Found]:
 )
 def fp32_on_new_gpu(run: Context) -> Iterator[Found]:
     """fp32 on GPUs that have bf16."""
-    if run.plan.device == "cuda" and run.plan.dtype == "fp32":
-        if all(gpu.bf16 for gpu in run.hardware.gpus):
-            yield Found(f"fp32 on {run.hardware.gpus[0].name}")
+    if run.plan.device == "cuda" and run.plan.dtype == "fp32" and all(gpu.bf16 for gpu in run.hardware.gpus):
+        yield Found(f"fp32 on {run.hardware.gpus[0].name}")
 
 
 @rule(

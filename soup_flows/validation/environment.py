@@ -158,7 +158,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 def no_bitsandbytes(run: Context) -> Iterator[Found]:
     """A model quantised by bitsandbytes, without bitsandbytes."""
     config = run.model.quantization or {}
-    if config.get("quant_method") == "bitsandbytes" or config.get("load_in_4bit") or config.get("load_in_8bit"):
+    if (
+        config.get("quant_method") == "bitsandbytes"
+        or config.get("load_in_4bit")
+        or config.get("load_in_8bit")
+    ):
         yield from _missing("bitsandbytes")
 
 

@@ -72,7 +72,9 @@ class ModelFacts:
     def files(self) -> dict[str, int]:
         """Names and sizes (bytes) of the folder's files."""
         try:
-            return {p.name: p.stat().st_size for p in (self.folder or Path()).iterdir()} if self.folder else {}
+            return (
+                {p.name: p.stat().st_size for p in (self.folder or Path()).iterdir()} if self.folder else {}
+            )
         except OSError:
             return {}
 
@@ -192,7 +194,8 @@ def look_at_model(name: str) -> tuple[ModelFacts, list[Problem]]:
 
 def look_at_data(spec: TrainingSpec) -> tuple[DataFacts, list[Problem]]:
     """Read the first rows of each local data set."""
-    facts, problems = DataFacts(), []
+    facts = DataFacts()
+    problems: list[Problem] = []
     for setting, source in (("dataset", spec.dataset), ("data.eval_dataset", spec.data.eval_dataset)):
         if source is None:
             continue

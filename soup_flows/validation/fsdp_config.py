@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from soup_flows.errors import Problem, nearest
-from soup_flows.validation.table import ACCELERATE, PEFT, TRANSFORMERS, Found, Rule, by_severity, rule, rules_in
+from soup_flows.validation.table import (
+    ACCELERATE,
+    PEFT,
+    TRANSFORMERS,
+    Found,
+    Rule,
+    by_severity,
+    rule,
+    rules_in,
+)
 
 FIELD = "fsdp_config"
 KEYS = (
@@ -102,7 +111,12 @@ def version(config: Mapping[str, Any]) -> Iterator[Found]:
 )
 def not_boolean(config: Mapping[str, Any]) -> Iterator[Found]:
     """Text or a number where FSDP2 takes true or false, such as `reshard_after_forward: "FULL_SHARD"`."""
-    for key in ("reshard_after_forward", "cpu_offload", "cpu_ram_efficient_loading", "activation_checkpointing"):
+    for key in (
+        "reshard_after_forward",
+        "cpu_offload",
+        "cpu_ram_efficient_loading",
+        "activation_checkpointing",
+    ):
         value = _bare(config).get(key, True)
         if not isinstance(value, bool):
             yield _at(key, f"{key} is {value!r}")
@@ -152,7 +166,9 @@ def state_dict(config: Mapping[str, Any]) -> Iterator[Found]:
     """A `state_dict_type` that FSDP2 does not have."""
     value = _bare(config).get("state_dict_type", STATE_DICTS[0])
     if str(value).upper() not in STATE_DICTS:
-        yield _at("state_dict_type", f"state_dict_type is {value!r}", nearest(str(value).upper(), STATE_DICTS))
+        yield _at(
+            "state_dict_type", f"state_dict_type is {value!r}", nearest(str(value).upper(), STATE_DICTS)
+        )
 
 
 @rule(

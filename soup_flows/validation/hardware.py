@@ -41,7 +41,7 @@ def loading(run: Context) -> Iterator[Found]:
     count = run.model.parameters
     if count is None or run.stage == 3:
         return
-    each = 4 if run.full and run.plan.engine != "deepspeed" or run.plan.dtype == "fp32" else 2
+    each = 4 if run.plan.dtype == "fp32" or (run.full and run.plan.engine != "deepspeed") else 2
     need, usable = count * each * run.plan.ranks_per_node, run.hardware.host_memory.usable_bytes
     if need > usable:
         yield Found(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from soup_flows.errors import Problem, Severity
 from soup_flows.hardware import Hardware
@@ -80,6 +80,7 @@ class Found:
 
 
 Check = Callable[[T], Iterable[Found]]
+Mend = Callable[[Context], tuple[ShardingPlan, str]]
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Rule(Generic[T]):
     check: Check[T]
     local: bool = False
     """Whether it looks at this machine, and not at recorded values alone."""
-    auto_fix: Callable[[T], tuple[ShardingPlan, str]] | None = None
+    auto_fix: Mend | None = None
     """Returns the mended plan and one note; only where the fix cannot surprise anybody."""
 
     @property
@@ -126,6 +127,14 @@ class Rule(Generic[T]):
         ]
 
 
+class Maker(Protocol):
+    """Turns a check of any subject into a rule."""
+
+    def __call__(self, check: Check[T]) -> Rule[T]:
+        """Return the rule."""
+        ...
+
+
 def rule(
     id: str,  # noqa: A002 (the column's name)
     severity: Severity,
@@ -136,8 +145,8 @@ def rule(
     source: str,
     versions: str = ANY,
     local: bool = False,
-    auto_fix: Callable[[T], tuple[ShardingPlan, str]] | None = None,
-) -> Callable[[Check[T]], Rule[T]]:
+    auto_fix: Mend | None = None,
+) -> Maker:
     """Turn a check into a `Rule`; the arguments are its attributes."""
 
     def make(check: Check[T]) -> Rule[T]:

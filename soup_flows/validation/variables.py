@@ -30,9 +30,7 @@ def removed_variables(run: Context) -> list[str]:
     prefixes = tuple(name[:-1] for name in INHERITED_RANK_VARIABLES if name.endswith("*"))
     names = {name for name in INHERITED_RANK_VARIABLES if not name.endswith("*")}
     return sorted(
-        key
-        for key in run.environ
-        if (key in names or key.startswith(prefixes)) and not key.startswith(OWN)
+        key for key in run.environ if (key in names or key.startswith(prefixes)) and not key.startswith(OWN)
     )
 
 
