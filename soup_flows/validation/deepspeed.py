@@ -36,9 +36,13 @@ def _mend_buckets(run: Context) -> tuple[ShardingPlan, str]:
 def no_hidden_size(run: Context) -> Iterator[Found]:
     """`"auto"` bucket sizes for a model whose config has no hidden size."""
     keys = [key for key in AUTO_BUCKETS if run.zero.get(key) == "auto"]
-    if keys and run.model.config is not None and run.model.hidden_size is None:
-        if not run.model.text_config.get("hidden_sizes"):
-            yield Found(f'{", ".join(keys)} "auto", and config.json has no hidden_size')
+    if (
+        keys
+        and run.model.config is not None
+        and run.model.hidden_size is None
+        and not run.model.text_config.get("hidden_sizes")
+    ):
+        yield Found(f'{", ".join(keys)} "auto", and config.json has no hidden_size')
 
 
 def _cuda_operators(run: Context) -> list[str]:
@@ -48,9 +52,12 @@ def _cuda_operators(run: Context) -> list[str]:
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     torch_adam = isinstance(params, dict) and params.get("torch_adam") is True
     found = []
-    if named in ("adam", "adamw", "lion", "lamb") and not torch_adam:
-        if run.device_of("offload_optimizer") == "none" or named == "lamb":
-            found.append(f"DeepSpeed's fused {named}")
+    if (
+        named in ("adam", "adamw", "lion", "lamb")
+        and not torch_adam
+        and (run.device_of("offload_optimizer") == "none" or named == "lamb")
+    ):
+        found.append(f"DeepSpeed's fused {named}")
     for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
         if run.zero.get(key) is True and run.stage == 3:
             found.append(f"the quantizer of {key}")
@@ -179,9 +186,12 @@ def unused_nvme_path(run: Context) -> Iterator[Found]:
 )
 def partly_used_nodes(run: Context) -> Iterator[Found]:
     """Quantised gradients between nodes that are only partly used."""
-    if run.zero.get("zero_quantized_gradients") is True and run.plan.nodes > 1:
-        if run.plan.ranks_per_node != len(run.hardware.gpus):
-            yield Found(f"{run.plan.ranks_per_node} of {len(run.hardware.gpus)} GPUs per node")
+    if (
+        run.zero.get("zero_quantized_gradients") is True
+        and run.plan.nodes > 1
+        and run.plan.ranks_per_node != len(run.hardware.gpus)
+    ):
+        yield Found(f"{run.plan.ranks_per_node} of {len(run.hardware.gpus)} GPUs per node")
 
 
 RULES = rules_in(globals())

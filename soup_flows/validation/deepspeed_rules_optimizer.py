@@ -158,9 +158,13 @@ def untested_optimizer(config: DeepSpeedJson) -> Iterator[Found]:
     known = isinstance(name, str) and (
         name.lower() in [each.lower() for each in OPTIMIZERS] or name in TORCH_OPTIMIZERS
     )
-    if known and str(name).lower() not in TESTED_WITH_ZERO and config.stage:
-        if config.get("zero_allow_untested_optimizer") is not True:
-            yield at("optimizer.type", f"ZeRO with {name}")
+    if (
+        known
+        and str(name).lower() not in TESTED_WITH_ZERO
+        and config.stage
+        and config.get("zero_allow_untested_optimizer") is not True
+    ):
+        yield at("optimizer.type", f"ZeRO with {name}")
 
 
 @rule(

@@ -207,10 +207,15 @@ def quantised_frozen(config: DeepSpeedJson) -> Iterator[Found]:
 def no_gather(config: DeepSpeedJson) -> Iterator[Found]:
     """Stage 3 and every weight trained, without gathering the weights for the save."""
     old = config.get(_zero_path("stage3_gather_fp16_weights_on_model_save"))
-    if config.run and config.run.full and config.stage == 3:
-        if config.zero("gather_16bit_weights_on_model_save") is not True and old is not True:
-            path = _zero_path("stage3_gather_16bit_weights_on_model_save")
-            yield at(path, "the weights are not gathered on save")
+    if (
+        config.run
+        and config.run.full
+        and config.stage == 3
+        and config.zero("gather_16bit_weights_on_model_save") is not True
+        and old is not True
+    ):
+        path = _zero_path("stage3_gather_16bit_weights_on_model_save")
+        yield at(path, "the weights are not gathered on save")
 
 
 @rule(

@@ -175,9 +175,9 @@ def state_dict(config: Mapping[str, Any]) -> Iterator[Found]:
     "FS008",
     "error",
     f"{FIELD}.activation_checkpointing",
-    "LoRA adapters are saved with no tensor at all and lost on resume, and dropout draws other masks in the recompute",
+    "LoRA adapters are saved without a tensor and lost on resume, and dropout draws other masks in the recompute",
     fix="remove it and set training.gradient_checkpointing",
-    source="accelerate/utils/fsdp_utils.py (preserve_rng_state=False); huggingface/peft#3490; allenai/OLMo-core#828",
+    source="accelerate/utils/fsdp_utils.py, preserve_rng_state=False; huggingface/peft#3490, OLMo-core#828",
     versions=f"{ACCELERATE}, {PEFT}",
 )
 def checkpointing(config: Mapping[str, Any]) -> Iterator[Found]:

@@ -122,9 +122,13 @@ def lost_shard(run: Context) -> Iterator[Found]:
 def no_tokenizer(run: Context) -> Iterator[Found]:
     """A model folder without tokenizer files, for rows of text."""
     needs = bool(run.data.kinds - {"tokens"})
-    if run.model.files and needs and not any(name in run.model.files for name in TOKENIZER_FILES):
-        if not any(name.endswith((".tiktoken", ".py")) for name in run.model.files):
-            yield Found(f"{run.model.name} holds no tokenizer")
+    if (
+        run.model.files
+        and needs
+        and not any(name in run.model.files for name in TOKENIZER_FILES)
+        and not any(name.endswith((".tiktoken", ".py")) for name in run.model.files)
+    ):
+        yield Found(f"{run.model.name} holds no tokenizer")
 
 
 RULES = rules_in(globals())

@@ -141,9 +141,12 @@ def _cached(run: Context) -> bool:
 )
 def offline(run: Context) -> Iterator[Found]:
     """A Hub model that is not in the cache, in offline mode."""
-    if _hub_id(run) and (_is_on(run, "HF_HUB_OFFLINE") or _is_on(run, "TRANSFORMERS_OFFLINE")):
-        if not _cached(run):
-            yield Found(f"{run.spec.model} is not in {_hub_cache(run)} and the Hub is offline")
+    if (
+        _hub_id(run)
+        and (_is_on(run, "HF_HUB_OFFLINE") or _is_on(run, "TRANSFORMERS_OFFLINE"))
+        and not _cached(run)
+    ):
+        yield Found(f"{run.spec.model} is not in {_hub_cache(run)} and the Hub is offline")
 
 
 @rule(
@@ -157,9 +160,12 @@ def offline(run: Context) -> Iterator[Found]:
 )
 def download(run: Context) -> Iterator[Found]:
     """A Hub model that is not in the cache."""
-    if _hub_id(run) and not (_is_on(run, "HF_HUB_OFFLINE") or _is_on(run, "TRANSFORMERS_OFFLINE")):
-        if not _cached(run):
-            yield Found(f"{run.spec.model} is not in {_hub_cache(run)}")
+    if (
+        _hub_id(run)
+        and not (_is_on(run, "HF_HUB_OFFLINE") or _is_on(run, "TRANSFORMERS_OFFLINE"))
+        and not _cached(run)
+    ):
+        yield Found(f"{run.spec.model} is not in {_hub_cache(run)}")
 
 
 RULES = rules_in(globals())
