@@ -30,7 +30,6 @@ NOT_A_DISK = (
     "smb3",
     "ceph",
     "9p",
-    "overlay",
 )
 AIO_FILES = ("include/libaio.h",)
 
