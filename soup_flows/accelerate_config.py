@@ -11,15 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from soup_flows.accelerate_file import FIELD, load_yaml
 from soup_flows.accelerate_keys import DEEPSPEED_KEYS, FSDP_KEYS, IGNORED, TOP_KEYS, UNSUPPORTED
-from soup_flows.deepspeed_file import _read_text
-from soup_flows.errors import Problem, Refused, Severity, nearest, refuse
+from soup_flows.errors import Problem, Severity, nearest
 
-FIELD = "accelerate_config"
-MAX_BYTES = 64 * 1024
-"""Largest file that is read, bytes; real ones have one or two kilobytes."""
 SOURCE = "accelerate/commands/config/config_args.py, commands/launch.py"
 
 
@@ -37,7 +32,7 @@ def read_accelerate_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any]
     Raises:
         Refused: the file cannot be read or holds no mapping.
     """
-    values = _load(os.fspath(path))
+    values = load_yaml(os.fspath(path))
     reader = _Reader(values, Path(path).parent)
     for part in (reader.keys, reader.machine, reader.dtype, reader.engine):
         part()
@@ -45,48 +40,9 @@ def read_accelerate_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any]
     return reader.spec, sorted(reader.problems, key=lambda p: order.index(p.severity))
 
 
-def _load(path: str) -> dict[str, Any]:
-    try:
-        text = _read_text(path)
-    except Refused as refused:
-        raise refuse("AC001", FIELD, refused.problems[0].message, "give an accelerate YAML file") from None
-    if len(text) > MAX_BYTES:
-        raise refuse(
-            "AC001", FIELD, f"{path}: has more than {MAX_BYTES} bytes", "give an accelerate YAML file"
-        )
-    try:
-        value = yaml.load(text, Loader=_Strict)  # noqa: S506 (a SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
-        raise refuse("AC001", FIELD, f"{path}: {where}{error.problem}", "write plain YAML") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise refuse(
-            "AC001", FIELD, f"{path}: cannot be parsed: {type(error).__name__}", "write plain YAML"
-        ) from None
-    if not isinstance(value, dict):
-        raise refuse("AC001", FIELD, f"{path}: holds no settings", "write `distributed_type: ...` and so on")
-    return {str(key): item for key, item in value.items()}
-
-
-class _Strict(yaml.SafeLoader):
-    """A safe loader that refuses a key that is there twice, and references."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="references (*name) are not read", problem_mark=mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                problem = f"the key {key!r} is there twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+def _off(value: object) -> bool:
+    """Whether a value says nothing, or no."""
+    return not value or (isinstance(value, str) and value.lower() in ("no", "none", "false"))
 
 
 class _Reader:
@@ -130,12 +86,12 @@ class _Reader:
                 if key not in known:
                     hint = nearest(key, known) or "remove it"
                     self.say("AC002", "error", path, f"{key!r} is not a key that accelerate knows", hint)
-                elif path in IGNORED and values[key] not in (None, False, "", "no", "NO", "none"):
+                elif path in IGNORED and not _off(values[key]) and values[key] != "standard":
                     self.say(
                         "AC003", "note", path, f"{path}={values[key]!r} is not used here: {IGNORED[path]}"
                     )
         for name, why in UNSUPPORTED.items():
-            if self.values.get(name):
+            if not _off(self.values.get(name)):
                 self.say("AC004", "error", name, f"{name}: {why}", "remove it")
 
     def machine(self) -> None:

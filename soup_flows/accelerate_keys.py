@@ -57,5 +57,6 @@ UNSUPPORTED = {
     "tpu_use_cluster": "TPUs are not supported",
     "downcast_bf16": "TPUs are not supported",
     "dynamo_config": "torch.compile is not supported",
+    "dynamo_backend": "torch.compile is not supported",
 }
 """Keys that ask for what this package does not do."""

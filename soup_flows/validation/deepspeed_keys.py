@@ -226,6 +226,12 @@ DEPRECATED: Mapping[str, str] = {
 }
 """Old names that still work, and the new ones."""
 
+LEFTOVERS: Mapping[str, str] = {
+    "comms_config": "comms_logger",
+    "monitor_config": "wandb, tensorboard or csv_monitor at the top level",
+}
+"""Keys that files of other projects carry and DeepSpeed never read (attribute names of its own classes)."""
+
 AUTO = frozenset(
     {
         *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
@@ -243,7 +249,9 @@ AUTO = frozenset(
             )
         ),
         "data_types.keep_in_fp32_modules",  # DeepSpeed's own word there (runtime/constants.py)
-        *("pipeline.stages", "comms_logger.prof_ops"),
+        "pipeline.stages",
+        # accelerate makes it false there, which DS071 judges by what is trained
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     }
 )
 """Where `"auto"` means something (transformers/integrations/deepspeed.py)."""

@@ -11,6 +11,7 @@ from soup_flows.validation.deepspeed_config import DeepSpeedJson, at
 from soup_flows.validation.deepspeed_keys import (
     AUTO,
     DEPRECATED,
+    LEFTOVERS,
     REMOVED,
     STRICT,
     blocks_of,
@@ -38,7 +39,7 @@ def _unknown(config: DeepSpeedJson, strict: bool | None) -> Iterator[Found]:
         table = table_of(block)
         for key in values:
             path = f"{block}.{key}".lstrip(".")
-            if key in table or path in REMOVED or path in DEPRECATED:
+            if key in table or path in REMOVED or path in DEPRECATED or _is_leftover(path):
                 continue
             homes = [home for home in home_of(key) if home != block]
             if homes and len(homes) <= 2:
@@ -47,6 +48,27 @@ def _unknown(config: DeepSpeedJson, strict: bool | None) -> Iterator[Found]:
             else:
                 hint = nearest(key, table) or "remove it"
             yield at(path, f"{path!r} is not a key that DeepSpeed reads", hint)
+
+
+def _is_leftover(path: str) -> bool:
+    """Whether a top-level key is a remark, or a known leftover of other projects' files."""
+    return path in LEFTOVERS or ("." not in path and (path.startswith("_") or "comment" in path.lower()))
+
+
+@rule(
+    "DS019",
+    "warning",
+    "deepspeed_config",
+    "DeepSpeed never reads it",
+    fix="remove it",
+    source="deepspeed/runtime/config.py: top-level keys are looked up one by one",
+    versions=DEEPSPEED,
+)
+def leftovers(config: DeepSpeedJson) -> Iterator[Found]:
+    """A remark (`_note`, `comment`), or a key that only other projects' files carry."""
+    for key in config.values:
+        if _is_leftover(key):
+            yield at(key, f"{key!r} is there", f"use {LEFTOVERS[key]}" if key in LEFTOVERS else "")
 
 
 @rule(

@@ -18,6 +18,7 @@ MOMENTUM = {"optimizer": {"type": "SGD", "params": {"lr": "auto"}}}
 
 # rule -> (caught, let through, run of both or None)
 JSON_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
+    "DS019": ({"comms_config": {"verbose": False}}, {"comms_logger": {"verbose": False}}, None),
     "DS020": ({"gradient_cliping": 1.0}, {"gradient_clipping": 1.0}, None),
     "DS021": ({f"{Z}.offload_optimizer": {"device": "cpu", "pin_memroy": True}},
               {f"{Z}.offload_optimizer": {"device": "cpu", "pin_memory": True}}, None),
