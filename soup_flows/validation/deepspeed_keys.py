@@ -101,7 +101,7 @@ STRICT: Mapping[str, dict[str, str]] = {
     "tensor_parallel": {
         **dict.fromkeys(
             [
-                *("dtype", "tp_group", "mpu", "injection_policy_tuple", "vocab_parallel_lm_head"),
+                *("dtype", "injection_policy_tuple", "vocab_parallel_lm_head"),
                 *("partition_config", "preset_model", "tensor_parallel", "tp"),
             ],
             "*",

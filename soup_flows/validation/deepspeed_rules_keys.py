@@ -20,6 +20,9 @@ from soup_flows.validation.deepspeed_keys import (
 )
 from soup_flows.validation.table import ACCELERATE, DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
 
+SHOWN_KEYS = 20
+"""Unknown keys that are named one by one."""
+
 _KINDS = {
     "b": "true or false",
     "i": "a whole number",
@@ -32,22 +35,30 @@ _KINDS = {
 
 def _unknown(config: DeepSpeedJson, strict: bool | None) -> Iterator[Found]:
     """Yield the keys without a place in the top level (None), the strict or the lenient blocks."""
-    for block, values in blocks_of(config.values):
-        kind = None if not block else block in STRICT
-        if kind is not strict:
-            continue
-        table = table_of(block)
-        for key in values:
-            path = f"{block}.{key}".lstrip(".")
-            if key in table or path in REMOVED or path in DEPRECATED or _is_leftover(path):
-                continue
-            homes = [home for home in home_of(key) if home != block]
-            if homes and len(homes) <= 2:
-                where = " or ".join(f"the block {home}" if home else "the top level" for home in homes)
-                hint = f"move it to {where}"
-            else:
-                hint = nearest(key, table) or "remove it"
-            yield at(path, f"{path!r} is not a key that DeepSpeed reads", hint)
+    lost = [
+        (block, key)
+        for block, values in blocks_of(config.values)
+        if (block in STRICT if block else None) is strict
+        for key in values
+        if not _has_place(block, key)
+    ]
+    for block, key in lost[:SHOWN_KEYS]:
+        homes = [home for home in home_of(key) if home != block]
+        if homes and len(homes) <= 2:
+            where = " or ".join(f"the block {home}" if home else "the top level" for home in homes)
+            hint = f"move it to {where}"
+        else:
+            hint = nearest(key, table_of(block)) or "remove it"
+        path = f"{block}.{key}".lstrip(".")
+        yield at(path, f"{shown(path)} is not a key that DeepSpeed reads", hint)
+    if len(lost) > SHOWN_KEYS:
+        yield at("", f"{len(lost) - SHOWN_KEYS} more keys are none that DeepSpeed reads")
+
+
+def _has_place(block: str, key: str) -> bool:
+    """Whether DeepSpeed reads the key there, or another rule speaks of it."""
+    path = f"{block}.{key}".lstrip(".")
+    return key in table_of(block) or path in REMOVED or path in DEPRECATED or _is_leftover(path)
 
 
 def _is_leftover(path: str) -> bool:
@@ -190,14 +201,14 @@ def wrong_kind(config: DeepSpeedJson) -> Iterator[Found]:
             ):
                 continue  # "auto" and the stage have rules of their own
             if not _fits(value, table[key], block in STRICT):
-                yield at(path, f"{path} is {_shown(value)}, and {_KINDS[table[key][0]]} is needed")
+                yield at(path, f"{path} is {shown(value)}, and {_KINDS[table[key][0]]} is needed")
     for name in ("optimizer.params", "scheduler.params"):
         for key, value in (config.get(name) or {}).items() if isinstance(config.get(name), Mapping) else ():
             if isinstance(value, str) and value != "auto" and re.fullmatch(r"[-+0-9.eE]+", value):
-                yield at(f"{name}.{key}", f"{name}.{key} is {_shown(value)}, and a number is needed")
+                yield at(f"{name}.{key}", f"{name}.{key} is {shown(value)}, and a number is needed")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
@@ -268,26 +279,6 @@ def wrong_choice(config: DeepSpeedJson) -> Iterator[Found]:
         if value not in choices if exact else value.lower() not in choices:
             hint = nearest(value, choices)
             yield at(path, f"{path} is {value!r}", f"use {', '.join(choices)}; {hint}".rstrip("; "))
-
-
-@rule(
-    "DS029",
-    "error",
-    "deepspeed_config.zero_optimization",
-    "accelerate stops, or another stage than meant is used",
-    fix='write {"stage": 1}, 2 or 3',
-    source="accelerate/utils/dataclasses.py, DeepSpeedPlugin; deepspeed/runtime/zero/config.py",
-    versions=f"{ACCELERATE}, {DEEPSPEED}",
-)
-def no_stage(config: DeepSpeedJson) -> Iterator[Found]:
-    """No `zero_optimization` block, or one without a stage from 0 to 3."""
-    block = config.get("zero_optimization")
-    if not isinstance(block, Mapping):
-        yield at("zero_optimization", f"zero_optimization is {'missing' if block is None else repr(block)}")
-    elif block.get("stage") != "auto" and block.get("stage", 0) not in (0, 1, 2, 3):
-        yield at("zero_optimization.stage", f"zero_optimization.stage is {_shown(block.get('stage'))}")
-    elif isinstance(block.get("stage"), bool):
-        yield at("zero_optimization.stage", f"zero_optimization.stage is {block['stage']}")
 
 
 RULES = rules_in(globals())

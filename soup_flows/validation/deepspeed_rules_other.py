@@ -1,13 +1,34 @@
-"""Rules about the blocks of a DeepSpeed JSON beside ZeRO: what does nothing here, costs time, or leaks."""
+"""Rules about a DeepSpeed JSON without a stage, and about what does nothing here, costs time, or leaks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 from soup_flows.validation.deepspeed_config import DeepSpeedJson, at
-from soup_flows.validation.table import DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
+from soup_flows.validation.deepspeed_rules_keys import shown
+from soup_flows.validation.table import ACCELERATE, DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
 
 MONITORS = ("wandb", "tensorboard", "csv_monitor", "comet")
+
+
+@rule(
+    "DS029",
+    "error",
+    "deepspeed_config.zero_optimization",
+    "accelerate stops, or another stage than meant is used",
+    fix='write {"stage": 1}, 2 or 3',
+    source="accelerate/utils/dataclasses.py, DeepSpeedPlugin; deepspeed/runtime/zero/config.py",
+    versions=f"{ACCELERATE}, {DEEPSPEED}",
+)
+def no_stage(config: DeepSpeedJson) -> Iterator[Found]:
+    """No `zero_optimization` block, or one without a stage from 0 to 3."""
+    block = config.get("zero_optimization")
+    if not isinstance(block, Mapping):
+        yield at("zero_optimization", f"zero_optimization is {'missing' if block is None else repr(block)}")
+    elif block.get("stage") != "auto" and block.get("stage", 0) not in (0, 1, 2, 3):
+        yield at("zero_optimization.stage", f"zero_optimization.stage is {shown(block.get('stage'))}")
+    elif isinstance(block.get("stage"), bool):
+        yield at("zero_optimization.stage", f"zero_optimization.stage is {block['stage']}")
 
 
 @rule(
