@@ -10,8 +10,10 @@ from soup_flows.deepspeed_file import _read_text
 from soup_flows.errors import Refused, refuse
 
 FIELD = "accelerate_config"
-MAX_BYTES = 64 * 1024
+MAX_BYTES = 16 * 1024
 """Largest file that is read, bytes; real ones have one or two kilobytes."""
+MAX_DEPTH = 20
+"""Deepest nesting that is read; real files have two levels."""
 
 
 def load_yaml(path: str) -> dict[str, Any]:
@@ -45,13 +47,20 @@ def load_yaml(path: str) -> dict[str, Any]:
 
 
 class _Strict(yaml.SafeLoader):
-    """A safe loader that refuses a key that is there twice, and references."""
+    """A safe loader that refuses a key that is there twice, references, and nesting without end."""
+
+    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="references (*name) are not read", problem_mark=mark)
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()

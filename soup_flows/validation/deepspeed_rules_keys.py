@@ -209,6 +209,7 @@ def wrong_kind(config: DeepSpeedJson) -> Iterator[Found]:
 
 
 def shown(value: object) -> str:
+    """Return a value as a message quotes it, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
 
