@@ -5,12 +5,14 @@ They are synchronous, and have effects (or read the machine), so results are nev
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
-import time
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
@@ -184,12 +186,12 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         "attempts": launch.attempt,
     }
     try:
-        outcome = run(
-            launch,
-            on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-            on_events=None,
-            should_stop=_own_run_watch(),
-        )
+        with _own_run_watch() as should_stop:
+            outcome = run(
+                launch,
+                on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
+                should_stop=should_stop,
+            )
     except BaseException as stopped:
         TrainReport(
             state="cancelled",
@@ -218,30 +220,34 @@ def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> Tr
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 
-def _own_run_watch() -> Callable[[], str | None] | None:
-    """Return a function that says why the run should stop, by the server's word.
+@contextlib.contextmanager
+def _own_run_watch() -> Iterator[Callable[[], str | None]]:
+    """Watch the flow run's state on the server, in a thread of its own, since calls block through an outage.
 
     After a server outage Prefect's own cancellation never arrives; the run's state does.
+
+    Yields:
+        A function that says why the run should stop, or None; it answers at once.
     """
     flow_run_id = runtime.flow_run.id
-    if flow_run_id is None:
-        return None
-    looked = time.monotonic()
+    found: list[str] = []
+    ended = threading.Event()
 
-    def look() -> str | None:
-        nonlocal looked
-        if time.monotonic() - looked < WATCH_EVERY_S:
-            return None
-        looked = time.monotonic()
-        try:
-            with get_client(sync_client=True) as client:
-                state = client.read_flow_run(flow_run_id).state  # type: ignore[arg-type]
-        except Exception:  # an outage of the server is no reason to stop
-            return None
-        done = state is not None and (state.is_cancelling() or state.is_final())
-        return f"the server says the run is {state.name}" if done and state else None
+    def watch() -> None:
+        while not found and not ended.wait(WATCH_EVERY_S):
+            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
+                state = client.read_flow_run(UUID(flow_run_id)).state
+                if state is not None and (state.is_cancelling() or state.is_final()):
+                    found.append(f"the server says the run is {state.name}")
 
-    return look
+    if flow_run_id is not None:
+        # The context holds the run's API address and settings.
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(watch,), daemon=True, name="soup-own-run-watch").start()
+    try:
+        yield lambda: found[0] if found else None
+    finally:
+        ended.set()
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:

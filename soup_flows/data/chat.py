@@ -5,7 +5,6 @@ A tokenizer is any object with the interface of a fast Hugging Face tokenizer; n
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +35,10 @@ class ChatProfile:
         template: the Jinja source this was learned from.
         has_markers: whether it has `{% generation %}` markers.
         header: the text that opens an answer (the generation prompt); may be empty.
-        end_token: the token the template writes after an answer, as text; empty when there is none.
-        stop_ids: ids that end an answer: that token and the tokenizer's EOS.
+        marks: matches every added token, special or not.
+        ends: matches the tokens the template writes after an answer (gpt-oss has one for the last answer and
+            one for those before); None when it writes none.
+        stop_ids: ids that end an answer: those tokens and the tokenizer's EOS.
         control: special tokens, which are encoded as plain text inside a user's, system or tool message.
         answer_control: those of `control` that would break the structure even inside an answer.
     """
@@ -45,7 +46,8 @@ class ChatProfile:
     template: str
     has_markers: bool
     header: str
-    end_token: str
+    marks: re.Pattern[str] | None
+    ends: re.Pattern[str] | None
     stop_ids: frozenset[int]
     control: re.Pattern[str] | None
     answer_control: re.Pattern[str] | None
@@ -58,14 +60,14 @@ def chat_profile(tokenizer: Any) -> ChatProfile:
     """Return the profile of a tokenizer's chat template; it is learned once and kept while the object lives.
 
     Raises:
-        Refused: if the tokenizer has no chat template.
+        Refused: if the tokenizer has no chat template, or one that leaves the text of messages out.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
         fix = (
-            "use the tokenizer of the instruction-tuned variant, set `chat_template` in tokenizer_config.json, "
+            "use the tokenizer of the instruction-tuned variant, set `chat_template` of the tokenizer, "
             "or give the data as prompt-completion or text"
         )
         raise refuse("DATA014", "model", "the tokenizer has no chat template, but the rows are chats", fix)
@@ -76,29 +78,35 @@ def chat_profile(tokenizer: Any) -> ChatProfile:
 
 
 def _learn(tokenizer: Any, template: str) -> ChatProfile:
+    added = {str(token): token for token in tokenizer.added_tokens_decoder.values() if str(token).strip()}
     question = [{"role": "user", "content": "q"}]
-    header = end_token = ""
-    added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+    answered = [*question, {"role": "assistant", "content": _PROBE}]
+    header = ""
+    end_tokens: set[str] = set()
     try:
         opened = render(tokenizer, question, generation_prompt=True)
         header = opened.removeprefix(render(tokenizer, question))
         header = "" if header == opened else header
-        answered = render(tokenizer, [*question, {"role": "assistant", "content": _PROBE}])
-        tail = answered.rpartition(_PROBE)[2].lstrip()
-        end_token = max(
-            (name for name in added if name.strip() and tail.startswith(name)), key=len, default=""
-        )
+        for messages in (answered, answered + question):
+            _, found, tail = render(tokenizer, messages).rpartition(_PROBE)
+            if not found:
+                fix = "give a chat template for text, not one that wants lists of content parts"
+                raise refuse("DATA017", "model", "the chat template leaves out the text of messages", fix)
+            end_tokens.add(max((n for n in added if tail.lstrip().startswith(n)), key=len, default=""))
     except TemplateError:
         pass  # each row will say so itself
-    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_token) if end_token else None}
-    control = [name for name, token in added.items() if token.special and name.strip()]
+    if "" in end_tokens:  # nothing ends the last answer: what follows one before belongs to the next turn
+        end_tokens = set()
+    stop_ids = {tokenizer.convert_tokens_to_ids(name) for name in end_tokens} | {tokenizer.eos_token_id}
+    control = [name for name, token in added.items() if token.special]
     own = {str(tokenizer.eos_token), str(tokenizer.bos_token), str(tokenizer.pad_token)}
     return ChatProfile(
         template=template,
         has_markers=re.search(r"\{%-?\s*generation\b", template) is not None,
         header=header,
-        end_token=end_token,
-        stop_ids=frozenset(i for i in ends if i is not None),
+        marks=_any_of(list(added)),
+        ends=_any_of(list(end_tokens)),
+        stop_ids=frozenset(stop_ids - {None}),
         control=_any_of(control),
         answer_control=_any_of([name for name in control if name in own or name in template]),
     )
@@ -152,17 +160,15 @@ def shield(messages: list[Message], profile: ChatProfile) -> tuple[list[Message]
 
 
 def tokenise(tokenizer: Any, text: str, hidden: list[str]) -> list[Token]:
-    """Return the tokens of rendered text; placeholders become the plain text of the control tokens `hidden`."""
+    """Return the tokens of rendered text; placeholders become plain text, the control tokens `hidden`."""
     tokens: list[Token] = []
     start = 0
     for match in _PLACEHOLDER.finditer(text) if hidden else ():
         if int(match[1]) >= len(hidden):
             continue
         tokens += _pieces(tokenizer, text[start : match.start()], start)
-        ids = tokenizer(hidden[int(match[1])], add_special_tokens=False, split_special_tokens=True)[
-            "input_ids"
-        ]
-        tokens += [(i, match.start(), match.end()) for i in ids]
+        plain = tokenizer(hidden[int(match[1])], add_special_tokens=False, split_special_tokens=True)
+        tokens += [(i, match.start(), match.end()) for i in plain["input_ids"]]
         start = match.end()
     return tokens + _pieces(tokenizer, text[start:], start)
 
@@ -182,9 +188,10 @@ def answer_spans(
 ) -> list[Span]:
     """Return where each answer stands in `full`, its end-of-turn token included.
 
-    An answer begins where the conversation before it ends, rendered with the generation prompt, and ends where
-    the conversation up to it ends; both must be beginnings of `full`. Where a template renders an earlier answer
-    differently once another turn follows (Qwen3 strips the reasoning), the answer ends at its end-of-turn token.
+    An answer begins where the conversation before it ends, rendered with the generation prompt, and ends
+    where the conversation up to it ends; both must be beginnings of `full`. Where a template renders an
+    earlier answer differently once another turn follows (Qwen3 strips the reasoning), the answer ends at its
+    end-of-turn token.
 
     Args:
         tokenizer: with the chat template.
@@ -196,19 +203,21 @@ def answer_spans(
     Raises:
         TemplateError: if the template has no such structure.
     """
-    spans = []
+    spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         start = _answer_start(tokenizer, messages[:index], full, profile, tools)
+        if spans and start < spans[-1][1]:
+            raise TemplateError("the end of an answer cannot be told from the turn after it")
         until = render(tokenizer, messages[: index + 1], tools) if index + 1 < len(messages) else full
         if full.startswith(until) and len(until.rstrip()) > start:
             spans.append((start, len(until.rstrip())))
             continue
-        end = full.find(profile.end_token, start) if profile.end_token else -1
-        if end < 0:
+        end = profile.ends.search(full, start) if profile.ends else None
+        if end is None:
             raise TemplateError("it renders an answer differently when another turn follows")
-        spans.append((start, end + len(profile.end_token)))
+        spans.append((start, end.end()))
     return spans
 
 
@@ -223,10 +232,13 @@ def _answer_start(
     opened = render(tokenizer, before, tools, generation_prompt=True)
     if full.startswith(opened):
         return len(opened)
-    # The generation prompt may open more than every answer has (`<think>`): take the lines they share.
+    # The generation prompt may open more than every answer has (`<think>`): take what they share, up to the
+    # last line end or token.
     base = render(tokenizer, before, tools)
-    shared = os.path.commonprefix([opened, full])
-    line = shared.rfind("\n") + 1
-    if not full.startswith(base) or line <= len(base):
+    pairs = enumerate(zip(opened, full, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(opened), len(full)))
+    cuts = [full.rfind("\n", 0, shared) + 1]
+    cuts += [match.end() for match in profile.marks.finditer(full, 0, shared)] if profile.marks else []
+    if not full.startswith(base) or max(cuts) <= len(base):
         raise TemplateError("a conversation does not begin as its first turns alone do")
-    return line
+    return max(cuts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,7 +124,7 @@ def detect(value: dict[str, Any], current: str = "") -> str:
 def convert(row: Row, name: str) -> Example | Dropped:
     """Return the row as an `Example`, or as `Dropped` with the field, what was found and what was wanted."""
     try:
-        return replace(CONVERTERS[name](row), format=name)
+        return CONVERTERS[name](row, name)
     except BadRow as error:
         return Dropped(row.line, error.reason, error.field, error.found, error.wanted, row.file)
 
@@ -139,7 +139,13 @@ def check_kept(
         reasons = Counter(item.reason for item in dropped).most_common()
         words = "; ".join(f"{count} x {reason}" for reason, count in reasons)
         message = f"none of the {len(dropped)} rows of {source} can be trained: {words}. First: {dropped[0]}"
-        raise refuse("DATA011", field, message, f"wanted {dropped[0].wanted}" if dropped[0].wanted else "")
+        long = "truncation" in reasons[0][0]
+        fix = (
+            "raise the maximum length or shorten the prompts"
+            if long
+            else "mend the rows, or give another file"
+        )
+        raise refuse("DATA011", field, message, fix)
     if policy == "refuse" and dropped:
         head = [
             Problem(

@@ -72,7 +72,8 @@ def parse_row(data: bytes, line: int, name: str) -> Row | Dropped:
     if rest:
         found = f"{shown(rest)} at column {_skip(text, end) + 1}"
         return Dropped(line, "text after the JSON value", "", found, "one JSON object a line", name)
-    return as_row(value, line, name)
+    # Strict UTF-8 has no surrogates: only an escape can bring one in.
+    return as_row(value, line, name, surrogates="\\ud" in text or "\\uD" in text)
 
 
 def _fault(text: str, line: int, name: str, error: ValueError) -> Dropped:
@@ -89,11 +90,18 @@ def _fault(text: str, line: int, name: str, error: ValueError) -> Dropped:
     )
 
 
-def as_row(value: object, line: int, name: str) -> Row | Dropped:
-    """Check a parsed value: it must be an object whose text can be written as UTF-8."""
+def as_row(value: object, line: int, name: str, *, surrogates: bool = True) -> Row | Dropped:
+    """Check a parsed value: it must be an object whose text can be written as UTF-8.
+
+    Args:
+        value: what was parsed.
+        line: its line or number.
+        name: the path to put into the row.
+        surrogates: whether its text may hold any; False saves the search.
+    """
     if not isinstance(value, dict):
         return Dropped(line, "not a JSON object", "", shown(value), "an object with named columns", name)
-    place = _surrogate(value, "")
+    place = _surrogate(value, "") if surrogates else None
     if place is not None:
         return Dropped(
             line, "lone surrogate in text", place, "half of a UTF-16 pair (\\ud800 ...)", "text", name
@@ -112,8 +120,9 @@ def _surrogate(value: object, place: str) -> str | None:
             return place
     elif isinstance(value, dict):
         for key, inner in value.items():
-            found = _surrogate(key, place) if isinstance(key, str) else None
-            found = found or _surrogate(inner, f"{place}.{key}" if place else str(key))
+            found = _surrogate(key, place)
+            if found is None:
+                found = _surrogate(inner, f"{place}.{key}" if place else key)
             if found is not None:
                 return found
     elif isinstance(value, list):

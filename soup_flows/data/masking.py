@@ -29,9 +29,9 @@ def encode(
 ) -> Encoded | Dropped:
     """Return a row as token ids and labels.
 
-    - Chats go through the tokenizer's template. With `{% generation %}` markers the template says what an answer
-      is; without them the answers are found by prefix rendering. The end-of-turn token after an answer is always
-      trained. Messages of weight 0 are not. Control tokens inside a message are encoded as plain text.
+    - Chats go through the tokenizer's template. With `{% generation %}` markers the template says what an
+      answer is; without them the answers are found by prefix rendering. The end-of-turn token after an answer
+      is always trained. Messages of weight 0 are not. Control tokens in a message are encoded as plain text.
     - Prompt-completion rows and documents need no template; EOS is appended. Control tokens in them stay what
       they are, since such rows often are conversations rendered elsewhere.
     - A doubled BOS is reduced to one.
@@ -46,8 +46,8 @@ def encode(
         `Encoded`, or `Dropped` when the template refuses the row or no trained token is left.
 
     Raises:
-        Refused: if a chat meets a tokenizer without chat template, a tokenizer is not fast, or the example holds
-            preference pairs.
+        Refused: if a chat meets a tokenizer without chat template, a tokenizer is not fast, or the example
+            holds preference pairs.
     """
     if not getattr(tokenizer, "is_fast", True):
         raise refuse("DATA015", "model", "the tokenizer is not a fast one", "save it with tokenizer.json")
@@ -69,8 +69,9 @@ def encode(
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in example.messages)
         wanted = "a conversation the template accepts, or a template with {% generation %} markers"
-        reason = f"the chat template cannot be used: {error}"
-        return _drop(example, reason, f"roles {roles}", wanted)
+        return _drop(
+            example, "the chat template cannot be used", f"{str(error)[:200]} (roles {roles})", wanted
+        )
     if (largest := max(ids, default=0)) >= len(tokenizer):
         wanted = f"ids below {len(tokenizer)}, the size of the vocabulary"
         return _drop(example, "token id outside the vocabulary", str(largest), wanted)

@@ -57,7 +57,7 @@ def text_of(value: object, field: str, *, blank_ok: bool = False) -> str:
         raise BadRow("empty text", field, "null", "text")
     if not isinstance(value, str):
         raise BadRow(f"{type(value).__name__} instead of text", field, shown(value), "text")
-    if not blank_ok and not value.strip():
+    if not blank_ok and not any(sign.isprintable() and not sign.isspace() for sign in value):
         raise BadRow("empty text", field, shown(value), "text that is not blank")
     return value
 
@@ -117,11 +117,13 @@ def _message(value: object, field: str) -> Message:
     return message
 
 
-def _chat(row: Row, messages: list[Message]) -> Example:
+def _chat(row: Row, name: str, messages: list[Message]) -> Example:
     tools = row.value.get("tools")
     notes = _control_notes(messages)
     tools = tools if isinstance(tools, list) and tools else None
-    return Example("chat", messages=messages, tools=tools, notes=notes, line=row.line, file=row.file)
+    return Example(
+        "chat", messages=messages, tools=tools, notes=notes, format=name, line=row.line, file=row.file
+    )
 
 
 def _control_notes(messages: list[Message]) -> tuple[str, ...]:
@@ -129,11 +131,11 @@ def _control_notes(messages: list[Message]) -> tuple[str, ...]:
     return tuple(f"control token {mark} in the text of a message" for mark in sorted(marks))
 
 
-def _conversation(column: str) -> Callable[[Row], Example]:
-    return lambda row: _chat(row, messages_of(row.value.get(column), column))
+def _conversation(column: str) -> Callable[[Row, str], Example]:
+    return lambda row, name: _chat(row, name, messages_of(row.value.get(column), column))
 
 
-def _alpaca(row: Row) -> Example:
+def _alpaca(row: Row, name: str) -> Example:
     value = row.value
     extra_key = "context" if "context" in value and "input" not in value else "input"
     answer_key = "response" if "response" in value and "output" not in value else "output"
@@ -144,7 +146,7 @@ def _alpaca(row: Row) -> Example:
         raise BadRow("empty text", "instruction", shown(value.get("instruction")), "an instruction")
     system = _optional(value.get("system"), "system")
     messages = [{"role": "system", "content": system}] if system.strip() else []
-    return _chat(row, messages + _turn(question, value, answer_key))
+    return _chat(row, name, messages + _turn(question, value, answer_key))
 
 
 def _turn(question: str, value: dict[str, Any], key: str) -> list[Message]:
@@ -165,25 +167,31 @@ def _optional(value: object, field: str) -> str:
     return "" if value is None else text_of(value, field, blank_ok=True)
 
 
-def _question(question: str, answer: str) -> Callable[[Row], Example]:
-    return lambda row: _chat(row, _turn(text_of(row.value.get(question), question), row.value, answer))
+def _question(question: str, answer: str) -> Callable[[Row, str], Example]:
+    return lambda row, name: _chat(
+        row, name, _turn(text_of(row.value.get(question), question), row.value, answer)
+    )
 
 
-def _completion(row: Row) -> Example:
+def _completion(row: Row, name: str) -> Example:
     value = row.value
     if isinstance(value.get("prompt"), list):
         prompt = [m | {"weight": 0} for m in messages_of(value["prompt"], "prompt", answer=False)]
-        return _chat(row, prompt + messages_of(value.get("completion"), "completion"))
+        return _chat(row, name, prompt + messages_of(value.get("completion"), "completion"))
     prompt_text = _optional(value.get("prompt"), "prompt")
     answer = _answer(value, "completion")
-    return Example("completion", prompt=prompt_text, completion=answer, line=row.line, file=row.file)
+    return Example(
+        "completion", prompt=prompt_text, completion=answer, format=name, line=row.line, file=row.file
+    )
 
 
-def _text(row: Row) -> Example:
-    return Example("text", text=text_of(row.value.get("text"), "text"), line=row.line, file=row.file)
+def _text(row: Row, name: str) -> Example:
+    return Example(
+        "text", text=text_of(row.value.get("text"), "text"), format=name, line=row.line, file=row.file
+    )
 
 
-def _tokens(row: Row) -> Example:
+def _tokens(row: Row, name: str) -> Example:
     ids = _ids(row.value.get("input_ids"), "input_ids", lowest=0)
     labels = None
     if row.value.get("labels") is not None:
@@ -193,7 +201,7 @@ def _tokens(row: Row) -> Example:
             raise BadRow("labels of another length", "labels", f"{len(labels)} labels", wanted)
         if all(label == -100 for label in labels):
             raise BadRow("no trained token", "labels", "-100 everywhere", "labels that are trained")
-    return Example("tokens", input_ids=ids, labels=labels, line=row.line, file=row.file)
+    return Example("tokens", input_ids=ids, labels=labels, format=name, line=row.line, file=row.file)
 
 
 def _ids(value: object, field: str, *, lowest: int) -> list[int]:
@@ -205,53 +213,71 @@ def _ids(value: object, field: str, *, lowest: int) -> list[int]:
     return value
 
 
-def _preference(row: Row) -> Example:
+def _preference(row: Row, name: str) -> Example:
     value = row.value
-    place = {"line": row.line, "file": row.file}
+    prompt = value.get("prompt")
+    shared: list[Message] = []
+    prompt_text = ""
+    better: str | list[Message]
+    worse: str | list[Message]
     if isinstance(value.get("chosen"), list):
         chosen = messages_of(value["chosen"], "chosen")
         rejected = messages_of(value.get("rejected"), "rejected")
-        prompt = value.get("prompt")
         if isinstance(prompt, list):
             shared = messages_of(prompt, "prompt", answer=False)
         elif isinstance(prompt, str) and chosen[0]["role"] == "assistant":
             shared = [{"role": "user", "content": text_of(prompt, "prompt")}]
-        else:
+        else:  # the prompt is what both conversations begin with
             same = [a == b for a, b in zip(chosen, rejected, strict=False)]
             cut = min([*same, False].index(False), len(chosen) - 1, len(rejected) - 1)
             shared, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
-        _differ(chosen, rejected)
-        return Example("preference", messages=shared, chosen=chosen, rejected=rejected, **place)  # type: ignore[arg-type]
-    better, worse = _answer(value, "chosen"), _answer(value, "rejected")
-    _differ(better, worse)
-    prompt_text = text_of(value.get("prompt"), "prompt")
+        better, worse = chosen, rejected
+    else:
+        better, worse = _answer(value, "chosen"), _answer(value, "rejected")
+        prompt_text = text_of(prompt, "prompt")
+    if better == worse:
+        raise BadRow("chosen equals rejected", "rejected", shown(worse), "two different answers")
     return Example(
-        "preference", prompt=prompt_text, chosen=better, rejected=worse, line=row.line, file=row.file
+        "preference",
+        messages=shared,
+        prompt=prompt_text,
+        chosen=better,
+        rejected=worse,
+        format=name,
+        line=row.line,
+        file=row.file,
     )
 
 
-def _differ(chosen: object, rejected: object) -> None:
-    if chosen == rejected:
-        raise BadRow("chosen equals rejected", "rejected", shown(rejected), "two different answers")
-
-
-def _kto(row: Row) -> Example:
+def _kto(row: Row, name: str) -> Example:
     label = row.value.get("label")
     if not isinstance(label, bool):
         raise BadRow("label is not true or false", "label", shown(label), "true or false")
-    pair = _completion(row)
+    pair = _completion(row, name)
     if pair.kind == "completion":
         return Example(
-            "kto", prompt=pair.prompt, completion=pair.completion, label=label, line=row.line, file=row.file
+            "kto",
+            prompt=pair.prompt,
+            completion=pair.completion,
+            label=label,
+            format=name,
+            line=row.line,
+            file=row.file,
         )
     cut = len(row.value["prompt"])
     prompt = [{k: v for k, v in m.items() if k != "weight"} for m in pair.messages[:cut]]
     return Example(
-        "kto", messages=prompt, completion=pair.messages[cut:], label=label, line=row.line, file=row.file
+        "kto",
+        messages=prompt,
+        completion=pair.messages[cut:],
+        label=label,
+        format=name,
+        line=row.line,
+        file=row.file,
     )
 
 
-CONVERTERS: dict[str, Callable[[Row], Example]] = {
+CONVERTERS: dict[str, Callable[[Row, str], Example]] = {
     "preference": _preference,
     "kto": _kto,
     "messages": _conversation("messages"),

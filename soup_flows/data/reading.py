@@ -6,17 +6,18 @@ the stream, so that the caller decides. Nothing is ever guessed into text: a wro
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import os
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 from soup_flows.data.jsonlines import MAX_ROW_BYTES, parse_row, read_lines, read_values
-from soup_flows.data.values import Dropped, Row, shown
+from soup_flows.data.tables import read_csv, read_table, read_text
+from soup_flows.data.values import Dropped, Row, shown, writable
 from soup_flows.errors import Refused, nearest, refuse
 
 KINDS = {
@@ -39,7 +40,6 @@ _ENCODINGS = (
     (b"\xff\xfe", "UTF-16 (little-endian)"),
     (b"\xfe\xff", "UTF-16 (big-endian)"),
 )
-_BATCH_ROWS = 1024
 
 
 def read_rows(source: str | Path, *, field: str = "dataset") -> Iterator[Row | Dropped]:
@@ -112,26 +112,31 @@ def _walk(folder: Path, field: str, above: tuple[tuple[int, int], ...]) -> list[
 
 
 def _read_file(path: Path, field: str) -> Iterator[Row | Dropped]:
-    kind, name = _kind(path), str(path)
+    kind, name = _kind(path), writable(str(path))
     if kind is None:
         raise refuse("DATA004", field, f"{path} has the unknown ending {path.suffix!r}", f"use {_endings()}")
     try:
         if kind in ("parquet", "arrow"):
-            yield from _read_table(path, kind, field)
+            yield from read_table(path, name, kind, field)
             return
         with _open(path, field) as file:
             if kind == "csv":
-                yield from _read_csv(_text(file), name, "\t" if ".tsv" in path.suffixes else ",")
+                yield from read_csv(_text(file), name, "\t" if ".tsv" in path.suffixes else ",")
             elif kind == "text":
-                yield from _read_text(file, name)
+                yield from read_text(file, name)
             elif _is_one_value(file, kind):
                 yield from read_values(_text(file), name)
             else:
                 yield from read_lines(file, name)
     except UnicodeDecodeError as error:
         found = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
-        raise refuse("DATA007", field, f"{path}: {found}", f"iconv -t UTF-8 {path.name}") from None
-    except (EOFError, gzip.BadGzipFile) as error:
+        raise refuse(
+            "DATA007",
+            field,
+            f"{path}: {found}",
+            f"convert it, for instance: iconv -f CP1252 -t UTF-8 {path.name}",
+        ) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise refuse("DATA008", field, f"{path} is a damaged gzip file: {error}", "fetch it again") from None
     except OSError as error:
         raise refuse("DATA005", field, f"cannot read {path}: {error.strerror or error}") from None
@@ -139,10 +144,9 @@ def _read_file(path: Path, field: str) -> Iterator[Row | Dropped]:
 
 def _open(path: Path, field: str) -> IO[bytes]:
     """Open a file for reading bytes, through gzip where its first bytes say so, in UTF-8 or refused."""
-    raw = path.open("rb")
-    packed = raw.read(2) == b"\x1f\x8b"
-    raw.seek(0)
-    file = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
+    with path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+    file = cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")  # noqa: SIM115 (the caller closes it)
     try:
         head = file.read(1024)
         encoding = next((words for mark, words in _ENCODINGS if head.startswith(mark)), "")
@@ -155,7 +159,6 @@ def _open(path: Path, field: str) -> IO[bytes]:
         file.seek(0)
     except BaseException:
         file.close()
-        raw.close()
         raise
     return file
 
@@ -173,78 +176,6 @@ def _is_one_value(file: IO[bytes], kind: str) -> bool:
     if line.startswith(b"["):
         return True
     return line == b"{" or (kind == "json" and line != b"" and isinstance(parse_row(line, 1, ""), Dropped))
-
-
-def _read_csv(file: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[Row | Dropped]:
-    """Yield the rows of a table whose first line names the columns; an empty cell is a missing value."""
-    csv.field_size_limit(MAX_ROW_BYTES)
-    head = file.readline()
-    file.seek(0)
-    if delimiter == "," and "," not in head and ";" in head:
-        delimiter = ";"
-    reader = csv.reader(file, delimiter=delimiter, strict=True)
-    columns: list[str] | None = None
-    while True:
-        line = reader.line_num + 1
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            yield Dropped(line, "not valid CSV", "", str(error), "quotes that are closed", name)
-            continue
-        if cells is None:
-            return
-        if not any(cells):
-            continue
-        if columns is None:
-            columns = cells
-        elif len(cells) != len(columns):
-            wanted = f"{len(columns)} cells, as in the first line"
-            yield Dropped(line, "wrong number of cells", "", f"{len(cells)} cells", wanted, name)
-        else:
-            yield Row(line, {key: cell or None for key, cell in zip(columns, cells, strict=True)}, name)
-
-
-def _read_text(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
-    """Yield one document a line; blank lines are skipped."""
-    number = 0
-    while data := file.readline(MAX_ROW_BYTES):
-        number += 1
-        try:
-            text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            found = f"byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line"
-            yield Dropped(number, "not UTF-8", "", found, "UTF-8 text", name)
-            continue
-        if text.strip():
-            yield Row(number, {"text": text}, name)
-
-
-def _read_table(path: Path, kind: str, field: str) -> Iterator[Row | Dropped]:
-    """Yield the rows of a Parquet file or of an Arrow file of a saved `datasets` folder."""
-    try:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
-    except ImportError:
-        fix = "pip install pyarrow (part of soup-flows[train])"
-        raise refuse("DATA009", field, f"{path} needs pyarrow to be read", fix) from None
-    number = 0
-    try:
-        if kind == "parquet":
-            with pq.ParquetFile(path) as table:
-                batches = table.iter_batches(batch_size=_BATCH_ROWS)
-                for batch in batches:
-                    for value in batch.to_pylist():
-                        number += 1
-                        yield Row(number, value, str(path))
-        else:
-            with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
-                for batch in stream:
-                    for value in batch.to_pylist():
-                        number += 1
-                        yield Row(number, value, str(path))
-    except pa.ArrowException as error:
-        found = f"{path} is a damaged {kind} file after row {number}: {shown(str(error))}"
-        raise refuse("DATA008", field, found, "fetch or write it again") from None
 
 
 def _kind(path: Path) -> str | None:

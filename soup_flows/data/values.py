@@ -123,6 +123,11 @@ class Encoded:
     file: str = ""
 
 
+def writable(text: str) -> str:
+    """Return text that can be written as UTF-8; what cannot (parts of odd file names) becomes an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def shown(value: object) -> str:
     """Return `value` as a report quotes it: its JSON type where that is the fault, cut to 80 characters."""
     if value is None:
@@ -133,5 +138,5 @@ def shown(value: object) -> str:
         text = f"{value!r} ({type(value).__name__})"
     else:
         text = f"{type(value).__name__} {value!r}"
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = writable(text)
     return text if len(text) <= FOUND_LIMIT else text[: FOUND_LIMIT - 1] + "…"

@@ -68,7 +68,7 @@ ADVICE: dict[FailureClass, str] = {
     "cancelled": "Nothing is left running. Resume from the last checkpoint if it was not meant.",
     "timeout": "Raise the time limit or resume from the last checkpoint.",
     "auth": "Set HF_TOKEN for an account that was granted access to the model or data set.",
-    "not_found": "Check the name of the model, data set, revision or file.",
+    "not_found": "Check the name of the model, data set, revision or file; a private one needs HF_TOKEN.",
     "bad_config": "Correct the setting that the cause names.",
     "bad_data": "Correct the rows that the cause names.",
     "nan_loss": "Lower the learning rate, use bf16 instead of fp16, and look at the last batch.",

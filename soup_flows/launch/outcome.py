@@ -90,7 +90,7 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     errors = [error for error in read_errors(attempt) if error.time <= stop_time]
     death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
-        lambda: _from_death(death, receipt) if death and not _error_before(death, errors) else None,
+        lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
         lambda: _from_error(errors[0]) if errors else None,
         lambda: _from_stop(attempt, receipt),
         lambda: _from_text(attempt),
@@ -130,7 +130,7 @@ def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:
     return bool(errors) and death["time"] is not None and errors[0].time < death["time"]
 
 
-def _from_death(death: dict[str, Any], receipt: dict[str, Any]) -> Verdict | None:
+def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str, Any]) -> Verdict:
     rank, code = death["rank"], death["exit_code"]
     if code is None:
         return _verdict("rank_killed", f"rank {rank} died without a Python error and the others were stopped")
@@ -149,8 +149,12 @@ def _from_death(death: dict[str, Any], receipt: dict[str, Any]) -> Verdict | Non
     if -code == signal.SIGKILL:
         return _verdict(
             "rank_killed",
-            f"rank {rank} was killed by SIGKILL, not for memory as far as the cgroup shows, and not by us",
+            f"rank {rank} was killed by SIGKILL, not by us, and not for memory as far as its cgroup shows",
         )
+    for line in reversed(last_lines(attempt.rank_log(rank), TAIL_LINES)):  # what it said before it aborted
+        kind = match_text(line)
+        if kind is not None:
+            return _verdict(kind, f"rank {rank} ended by {name}: {_short(line)}")
     return _verdict("rank_killed", f"rank {rank} crashed with {name}")
 
 
@@ -160,12 +164,7 @@ def _from_death(death: dict[str, Any], receipt: dict[str, Any]) -> Verdict | Non
 def _from_error(error: RankError) -> Verdict:
     name = error.type.removeprefix("builtins.")
     where = f"rank {error.rank} failed first, with {name}: {_short(error.message)}"
-    kind = (
-        error.failure_class
-        or match_types(error.types)
-        or match_text(error.message)
-        or "code_error"
-    )
+    kind = error.failure_class or match_types(error.types) or match_text(error.message) or "code_error"
     return _verdict(kind, where, error.advice)
 
 

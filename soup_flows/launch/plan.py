@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import soup_flows
 from soup_flows.launch import layout
-from soup_flows.launch.proc import MARKER
+from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
 from soup_flows.paths import AttemptPaths, RunPaths
 
 PACKAGE_ROOT = str(Path(soup_flows.__file__).resolve().parent.parent)
@@ -44,7 +44,7 @@ INHERITED_RANK_VARIABLES = (
     "PMI_*",
     "PMIX_*",
     "MV2_COMM_WORLD_*",
-    "SOUP_FLOWS_*",
+    *(MARKER, SUPERVISOR_MARKER, layout.ATTEMPT_DIR, layout.CHANNEL, layout.SUPERVISOR_PID),
 )
 """Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and
 DeepSpeed (`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
@@ -183,7 +183,7 @@ def build_launch_plan(
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     if device == "cpu":
         # One host, so the loopback device does; a host name that does not resolve then costs nothing.
-        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
     elif cuda_visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
     return LaunchPlan(

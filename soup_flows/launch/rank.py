@@ -175,7 +175,7 @@ def write_error(error: BaseException) -> Path | None:
     link: BaseException | None = error
     while link is not None and len(types) < 100:
         types += [f"{c.__module__}.{c.__qualname__}" for c in type(link).__mro__ if c is not object]
-        link = link.__cause__ or link.__context__
+        link = link.__cause__
     path = layout.error(attempt, rank_number())
     value = {
         "v": layout.PROTOCOL_VERSION,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import logging
+import glob
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,22 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.launch import layout, proc
-from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
+from soup_flows.launch.events import last_lines
 from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
 from soup_flows.launch.receipt import read_receipt, remove_temporary
-from soup_flows.launch.supervisor import UNKILLABLE_S
+from soup_flows.launch.ship import OnEvents, OnLines, Tailer
+from soup_flows.launch.supervisor import STOP_SIGNALS, UNKILLABLE_S
 from soup_flows.paths import write_json
-
-logger = logging.getLogger(__name__)
-
-OnLines = Callable[[list[str]], None]
-OnEvents = Callable[[list[dict[str, Any]]], None]
-
-LINES_PER_BATCH = 100
-BATCH_S = 2.0
-CATCH_UP_BYTES = 16 << 20
-DRAIN_S = 15.0
-"""Seconds the callbacks get for what is left after the run, since an outage must not hold up the end."""
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from soup_flows.launch.supervisor import main; main()"
 
@@ -71,7 +60,7 @@ def run(
             ranks.
         on_events: the same for batches of events of all ranks; none is left out.
         should_stop: asked about once a second in the calling thread; a text stops the attempt and is the
-            reason.
+            reason. It should answer at once and not raise: let a thread of its own ask a server.
         poll_s: seconds between two looks at the files.
 
     Raises:
@@ -83,8 +72,8 @@ def run(
     sweep(plan.run_id)
     attempt = plan.attempt_paths
     attempt.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    channel = Path(tempfile.mkdtemp(prefix="soup-flows-"))
-    tailer = _Tailer(plan, on_lines, on_events, poll_s)
+    channel = Path(tempfile.mkdtemp(prefix=_channel_prefix(plan.run_id)))
+    tailer = Tailer(plan, on_lines, on_events, poll_s)
     supervisor: subprocess.Popen[bytes] | None = None
     try:
         supervisor = _start(plan, channel)
@@ -123,15 +112,21 @@ def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
     spec_path = write_json(channel / "supervisor.json", spec)
     environment = plan.environment(os.environ)
     environment |= {layout.CHANNEL: str(channel), proc.SUPERVISOR_MARKER: plan.run_id}
-    with layout.supervisor_log(attempt).open("ab") as log:
+    log_fd = os.open(layout.supervisor_log(attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Inherited as blocked: a stop signal waits until the supervisor is ready for it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _BOOT, PACKAGE_ROOT, str(spec_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log,
+            stderr=log_fd,
             env=environment,
             bufsize=0,
         )
+    finally:
+        os.close(log_fd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _wait(supervisor: subprocess.Popen[bytes], should_stop: Callable[[], str | None] | None) -> None:
@@ -213,6 +208,8 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not
     cut short; then everything that carries the run's marker is killed.
 
+    The folder in which it kept its pipes goes too.
+
     Returns:
         The PIDs that were sent SIGKILL.
     """
@@ -225,63 +222,12 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     while (left := proc.marked(run_id)) and time.monotonic() < end:
         killed.update(proc.send(left, signal.SIGKILL))
         time.sleep(0.02)
+    for folder in Path(tempfile.gettempdir()).glob(glob.escape(_channel_prefix(run_id)) + "*"):
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+            remove_temporary(folder, None)
     return sorted(killed)
 
 
-class _Tailer:
-    """Passes events and rank 0's lines to the callbacks, from a daemon thread with the caller's context."""
-
-    def __init__(
-        self, plan: LaunchPlan, on_lines: OnLines | None, on_events: OnEvents | None, poll_s: float
-    ) -> None:
-        self._on_lines, self._on_events, self._poll_s = on_lines, on_events, poll_s
-        attempt = plan.attempt_paths
-        self._log = layout.rank_log(attempt.root, 0)
-        self._lines, self._events = LineTail(self._log), tail_events(attempt.events)
-        self._pending: list[str] = []
-        self._pending_since = 0.0
-        self._finished = threading.Event()
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(self._follow,), daemon=True, name="soup-flows-tail"
-        )
-
-    def start(self) -> None:
-        if self._on_lines is not None or self._on_events is not None:
-            self._thread.start()
-
-    def finish(self) -> None:
-        """Pass on what is left, for at most `DRAIN_S` seconds."""
-        self._finished.set()
-        if self._thread.is_alive():
-            self._thread.join(DRAIN_S)
-
-    def _follow(self) -> None:
-        while not self._finished.wait(self._poll_s):
-            self._pass_on(last=False)
-        self._pass_on(last=True)
-
-    def _pass_on(self, last: bool) -> None:
-        while events := self._events.poll():
-            self._call(self._on_events, events)
-        read = 0
-        while read < CATCH_UP_BYTES and (lines := self._lines.poll()):
-            read += sum(map(len, lines))
-            self._pending += lines
-        if last:
-            self._pending += self._lines.finish()
-        now = time.monotonic()
-        if not self._pending:
-            self._pending_since = now
-        elif last or len(self._pending) >= LINES_PER_BATCH or now - self._pending_since >= BATCH_S:
-            batch = sample_lines(self._pending, LINES_PER_BATCH, str(self._log))
-            self._pending, self._pending_since = [], now
-            self._call(self._on_lines, [strip_ansi(line) for line in batch])
-
-    def _call(self, callback: Callable[[Any], None] | None, batch: Any) -> None:
-        if callback is None:
-            return
-        try:
-            callback(batch)
-        except Exception:
-            logger.warning("a callback failed and training goes on", exc_info=True)
+def _channel_prefix(run_id: str) -> str:
+    return f"soup-flows-{run_id}@"

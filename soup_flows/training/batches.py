@@ -100,7 +100,7 @@ class StepLoader(DataLoader[dict[str, torch.Tensor]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Pass `epoch` on to the sampler."""
-        self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
+        self.batch_sampler.set_epoch(epoch)
 
 
 def flatten(rows: Sequence[TokenRow]) -> dict[str, Any]:

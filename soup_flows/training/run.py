@@ -16,9 +16,8 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from soup_flows.batch import Steps, steps
-from soup_flows.data.formats import load_examples
-from soup_flows.data.masking import encode
-from soup_flows.data.values import Encoded
+from soup_flows.data.report import prepare
+from soup_flows.errors import refuse
 from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
@@ -36,13 +35,15 @@ from soup_flows.training.trainer import SoupTrainer
 class ProofFailed(RuntimeError):
     """What runs is not what was planned."""
 
+    failure_class = "proof_failed"
+    advice = "Do not trust the run. Keep its folder and report it: a library did not do what it was told."
+
 
 class NonFiniteLoss(RuntimeError):
     """The loss became NaN or infinite."""
 
-
-class BadData(RuntimeError):
-    """No row is left that teaches anything."""
+    failure_class = "nan_loss"
+    advice = "Lower training.learning_rate, look at the rows of this step, or use bf16 instead of fp16."
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)
     job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
+    rank.heartbeat(0, "load")
     tokenizer = load_tokenizer(job.spec)
-    train_rows, eval_rows = load_rows(job.spec, tokenizer)
+    train_rows, eval_rows = load_rows(job, tokenizer)
     settings = job.spec.training
     planned = steps(
         len(train_rows), job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
@@ -87,6 +89,7 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
     trainer.train()
     final = trainer.evaluate() if eval_rows else {}
+    rank.heartbeat(trainer.state.global_step, "save")
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
     if job.is_main:
@@ -131,23 +134,25 @@ def _check_world(plan: ShardingPlan) -> None:
             os.environ.pop(name, None)
 
 
-def load_rows(spec: TrainingSpec, tokenizer: Any) -> tuple[list[TokenRow], list[TokenRow]]:
+def load_rows(job: Job, tokenizer: Any) -> tuple[list[TokenRow], list[TokenRow]]:
     """Tokenise the training and the held-out rows.
 
     Returns:
         Training rows and held-out rows, disjoint; the second list is empty when nothing is held out.
 
     Raises:
-        BadData: when no training row has a token to learn from.
+        Refused: when no row has a token to learn from.
     """
-    rows = _tokenise(spec, tokenizer, spec.dataset)
+    spec = job.spec
+    rows = _tokenise(job, tokenizer, "dataset", spec.dataset)
     if spec.data.eval_dataset:
-        return rows, _tokenise(spec, tokenizer, spec.data.eval_dataset)
+        return rows, _tokenise(job, tokenizer, "data.eval_dataset", spec.data.eval_dataset)
     if not spec.data.eval_split:
         return rows, []
     held_out = max(1, round(len(rows) * spec.data.eval_split))
     if held_out >= len(rows):
-        raise BadData(f"data.eval_split={spec.data.eval_split} holds out all {len(rows)} rows")
+        message = f"{spec.data.eval_split} holds out all {len(rows)} rows"
+        raise refuse("DATA020", "data.eval_split", message, "use a smaller share, or more rows")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(spec.training.seed)).tolist()
     chosen = set(order[:held_out])
     return (
@@ -156,16 +161,15 @@ def load_rows(spec: TrainingSpec, tokenizer: Any) -> tuple[list[TokenRow], list[
     )
 
 
-def _tokenise(spec: TrainingSpec, tokenizer: Any, source: str) -> list[TokenRow]:
-    """Tokenise one source; rows without a trained token are left out."""
-    rows = []
-    for example in load_examples(source).examples:
-        encoded = encode(example, tokenizer, spec.data.max_length, spec.data.train_on)
-        if isinstance(encoded, Encoded):
-            rows.append(TokenRow(encoded.input_ids, encoded.labels))
-    if not rows:
-        raise BadData(f"{source}: no row has a token to learn from within {spec.data.max_length} tokens")
-    return rows
+def _tokenise(job: Job, tokenizer: Any, field: str, source: str) -> list[TokenRow]:
+    """Tokenise one source; rows that teach nothing are left out and counted in the event `data_report`."""
+    data = job.spec.data
+    encoded, report = prepare(
+        source, tokenizer, max_length=data.max_length, train_on=data.train_on, field=field
+    )
+    if job.is_main:
+        job.events.write("data_report", field=field, **report.model_dump(mode="json"))
+    return [TokenRow(row.input_ids, row.labels) for row in encoded]
 
 
 def build_trainer(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name the whole field uses)
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 
 from soup_flows.batch import Batch
+from soup_flows.launch import rank
 from soup_flows.training.batches import (
     IGNORED,
     StepLoader,
@@ -31,6 +32,7 @@ class SoupTrainer(Trainer):
         kwargs: what `Trainer` takes; `train_dataset` and `eval_dataset` are `TokenRows`.
     """
 
+    control: TrainerControl
     # compute_loss divides by the tokens of the whole step itself
     loss_is_scaled_for_ga = True
 
@@ -92,15 +94,16 @@ class SoupTrainer(Trainer):
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Compute the mean loss over every trained token of the held-out rows, each counted once."""
+        rank.heartbeat(self.state.global_step, "evaluate")
         rows: TokenRows = self.eval_dataset
         model = self.model_wrapped
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         lengths = [len(row.input_ids) for row in rows.rows]
-        rank, world_size = self.args.process_index, self.batch.world_size
+        number, world_size = self.args.process_index, self.batch.world_size
         with torch.no_grad():
-            for indices in eval_batches(lengths, self.eval_tokens, rank, world_size):
+            for indices in eval_batches(lengths, self.eval_tokens, number, world_size):
                 inputs = self._prepare_inputs(flatten([rows[i] for i in indices]))
                 with self.compute_loss_context_manager():
                     loss, tokens = self.token_loss(model, inputs)
@@ -109,6 +112,7 @@ class SoupTrainer(Trainer):
             dist.all_reduce(total)
         if was_training:
             model.train()
+        rank.heartbeat(self.state.global_step)
         metrics = {
             f"{metric_key_prefix}_loss": (total[0] / total[1]).item(),
             f"{metric_key_prefix}_tokens": int(total[1].item()),

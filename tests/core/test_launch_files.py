@@ -1,4 +1,4 @@
-"""Reading and writing of the launch's files: events, logs, heartbeats, plans and verdicts, without processes."""
+"""The launch's files read and written without processes: events, logs, heartbeats, plans, verdicts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_events_survive_torn_lines_truncation_and_other_versions(tmp_path: Path)
         file.write('{"v": 1, "kind": "st')
         file.flush()
         assert tail.poll() == []
-        file.write('ep", "n": 2}\n{"v": 1, "ki\n[1]\n\n{"v": 2, "kind": "step"}\n{"v": 1, "kind": "new to us"}\n')
+        file.write(
+            'ep", "n": 2}\n{"v": 1, "ki\n[1]\n\n{"v": 2, "kind": "step"}\n{"v": 1, "kind": "new to us"}\n'
+        )
     assert [event["kind"] for event in tail.poll()] == ["step", "new to us"]
     assert tail.skipped == 3
     path.write_text('{"v": 1, "kind": "after truncation"}\n')
@@ -67,7 +69,9 @@ def test_line_tail_loses_nothing_over_a_rotation(tmp_path: Path) -> None:
     assert tail.finish() == ["five"]
 
 
-@pytest.mark.parametrize("pieces", [[b"a\r", b"\nb\rc\n"], [b"a\r\nb\rc\n"], [b"a", b"\r\nb", b"\r", b"c", b"\n"]])
+@pytest.mark.parametrize(
+    "pieces", [[b"a\r", b"\nb\rc\n"], [b"a\r\nb\rc\n"], [b"a", b"\r\nb", b"\r", b"c", b"\n"]]
+)
 def test_pump_shows_what_a_terminal_would(tmp_path: Path, pieces: list[bytes]) -> None:
     read, write = os.pipe()
     pump = Pump(read, RotatingLog(tmp_path / "log", 1 << 20))
@@ -102,8 +106,10 @@ def test_log_on_a_full_disk_counts_and_goes_on() -> None:
 def test_sampling_says_how_many_were_left_out() -> None:
     lines = [str(n) for n in range(1000)]
     shown = sample_lines(lines, 10, "the file")
-    assert shown[:5] == lines[:5] and shown[6:] == lines[-5:]
-    assert "990 lines" in shown[5] and "the file" in shown[5]
+    assert shown[:5] == lines[:5]
+    assert shown[6:] == lines[-5:]
+    assert "990 lines" in shown[5]
+    assert "the file" in shown[5]
     assert sample_lines(lines[:10], 10, "") == lines[:10]
 
 
@@ -124,18 +130,22 @@ def beat(attempt: Path, rank: int, step: int, phase: str, at_s: float) -> None:
 
 def test_watchdog_threshold_follows_the_longest_step(tmp_path: Path) -> None:
     dog = Watchdog(tmp_path, 2, floor_s=10, factor=5, startup_s=1000)
-    assert dog.check(0, set()) is None and dog.threshold_s() == 1000
+    assert dog.check(0, set()) is None
+    assert dog.threshold_s() == 1000
     for rank in (0, 1):
         beat(tmp_path, rank, 1, "train", 1)
-    assert dog.check(5, set()) is None and dog.threshold_s() == 10
+    assert dog.check(5, set()) is None
+    assert dog.threshold_s() == 10
     for rank in (0, 1):
         beat(tmp_path, rank, 3, "train", 13 + rank)
     assert dog.check(14, set()) is None
-    assert dog.longest_step_s == 6.5 and dog.threshold_s() == 32.5
+    assert dog.longest_step_s == 6.5
+    assert dog.threshold_s() == 32.5
     for now in range(15, 46):
         assert dog.check(now, set()) is None
     stall = dog.check(47, set())
-    assert stall is not None and (stall["rank"], stall["step"], stall["quiet_s"]) == (0, 3, 33)
+    assert stall is not None
+    assert (stall["rank"], stall["step"], stall["quiet_s"]) == (0, 3, 33)
     assert dog.check(47, {0, 1}) is None
 
 
@@ -202,7 +212,9 @@ def test_errors_become_classes(
     failed(attempt_env, 1, error, 10.0)
     failed(attempt_env, 0, ConnectionError("Connection closed by peer"), 10.2)
     verdict = classify(RunPaths(tmp_path).attempt(1), RECEIPT)
-    assert verdict.failure_class == expected and "rank 1" in verdict.cause and verdict.advice
+    assert verdict.failure_class == expected
+    assert "rank 1" in verdict.cause
+    assert verdict.advice
     assert pickle.loads(pickle.dumps(verdict)) == verdict
 
 
@@ -219,7 +231,13 @@ def test_cause_of_an_error_counts(tmp_path: Path, attempt_env: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("code", "oom_after", "expected"),
-    [(-9, 4, "host_oom"), (-9, 3, "rank_killed"), (-7, 3, "shm_full"), (-11, 3, "rank_killed"), (-15, 3, "cancelled")],
+    [
+        (-9, 4, "host_oom"),
+        (-9, 3, "rank_killed"),
+        (-7, 3, "shm_full"),
+        (-11, 3, "rank_killed"),
+        (-15, 3, "cancelled"),
+    ],
 )
 def test_signals_become_classes(
     tmp_path: Path, attempt_env: pytest.MonkeyPatch, code: int, oom_after: int, expected: FailureClass
@@ -232,7 +250,18 @@ def test_signals_become_classes(
         "dead_ranks": [{"rank": 0, "pid": 7, "time": 10.0}],
     }
     verdict = classify(RunPaths(tmp_path).attempt(1), receipt)
-    assert verdict.failure_class == expected and "rank 0" in verdict.cause
+    assert verdict.failure_class == expected
+    assert "rank 0" in verdict.cause
+
+
+def test_an_abort_is_judged_by_what_the_rank_said(tmp_path: Path) -> None:
+    attempt = RunPaths(tmp_path).attempt(1)
+    attempt.logs.mkdir(parents=True)
+    attempt.rank_log(0).write_text(
+        "E ProcessGroupNCCL: Watchdog caught collective operation timeout: x\nbye\n"
+    )
+    receipt = {**RECEIPT, "first_failure": {"exit_code": -6, "rank": 0, "pid": 7}}
+    assert classify(attempt, receipt).failure_class == "nccl_timeout"
 
 
 def test_what_happened_before_a_stop_is_the_cause_and_what_follows_is_not(

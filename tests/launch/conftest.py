@@ -1,10 +1,10 @@
-"""Real process trees for the launch tests: tiny rank scripts under torch elastic or under a small tree of their own."""
+"""Real process trees for the launch tests: tiny rank scripts under torch elastic or a small tree like it."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ from soup_flows.launch import proc
 from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan, elastic_argv
 from soup_flows.paths import RunPaths
 
-GENEROUS_S = 120
+GENEROUS_S = 60
 
-# Starts ranks as torch elastic does, each in a session of its own, and passes SIGTERM on, without the seconds that
-# importing torch takes.
+# Starts ranks as torch elastic does, each in a session of its own, and passes SIGTERM on, without the seconds
+# that importing torch takes.
 TREE = """
 import os, signal, subprocess, sys
 signal.signal(signal.SIGTERM, lambda *_: [p.terminate() for p in ranks])
 ranks = [
-    subprocess.Popen([sys.executable, sys.argv[2]], env={**os.environ, "RANK": str(r)}, start_new_session=True)
+    subprocess.Popen([sys.executable, sys.argv[2]], env=os.environ | {"RANK": str(r)}, start_new_session=True)
     for r in range(int(sys.argv[1]))
 ]
 sys.exit(any([p.wait() for p in ranks]))
@@ -75,8 +75,18 @@ class Launch:
         self.paths = RunPaths.of(folder, self.run_id).create()
         self.attempt = self.paths.attempt(1)
 
-    def plan(self, body: str, *, ranks: int = 2, elastic: bool = False, stop_budget_s: float = 5.0,
-             timeout_s: float | None = None, stall: StallSettings | None = None, **changes: Any) -> LaunchPlan:  # fmt: skip
+    def plan(
+        self,
+        body: str,
+        *,
+        ranks: int = 2,
+        elastic: bool = False,
+        stop_budget_s: float = 5.0,
+        timeout_s: float | None = None,
+        stall: StallSettings | None = None,
+        **changes: Any,
+    ) -> LaunchPlan:
+        """Return a plan whose ranks run `body` after `PRELUDE`, under torch elastic if asked."""
         script, tree = self.folder / "rank.py", self.folder / "tree.py"
         script.write_text(PRELUDE + body)
         tree.write_text(TREE)
@@ -84,19 +94,27 @@ class Launch:
         config = self.paths.temp / "ds_config.json"
         config.write_text("{}")
         plan = build_launch_plan(
-            paths=self.paths, run_id=self.run_id, attempt=1, nproc_per_node=ranks, device="cpu",
-            config_path=str(config), omp_num_threads=1, stop_budget_s=stop_budget_s, timeout_s=timeout_s, stall=stall,
-        )  # fmt: skip
+            paths=self.paths,
+            run_id=self.run_id,
+            attempt=1,
+            nproc_per_node=ranks,
+            device="cpu",
+            config_path=str(config),
+            omp_num_threads=1,
+            stop_budget_s=stop_budget_s,
+            timeout_s=timeout_s,
+            stall=stall,
+        )
         argv = (sys.executable, str(tree), str(ranks), str(script))
         if elastic:
             argv = elastic_argv(self.run_id, ranks, stop_budget_s, str(script))
         return plan.model_copy(update={"argv": argv, **changes})
 
-    def hold(self, plan: LaunchPlan) -> subprocess.Popen[bytes]:
+    def hold(self, plan: LaunchPlan, holder: str = HOLDER) -> subprocess.Popen[bytes]:
         """Run `plan` in a process of its own, a session leader like Prefect's flow process."""
         path = self.folder / "plan.json"
         path.write_text(plan.model_dump_json())
-        return subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], start_new_session=True)
+        return subprocess.Popen([sys.executable, "-c", holder, str(path)], start_new_session=True)
 
     def ranks_ready(self, ranks: int = 2) -> list[int]:
         """Wait until all ranks called `ready()` and return their PIDs."""
@@ -118,19 +136,13 @@ class Launch:
 
     def channels(self) -> list[Path]:
         """Channel folders of this run that are still there."""
-        found = []
-        for spec in Path(os.environ.get("TMPDIR", "/tmp")).glob("soup-flows-*/supervisor.json"):
-            try:
-                found += [spec] if self.run_id in spec.read_text() else []
-            except OSError:
-                continue
-        return found
+        return list(Path(tempfile.gettempdir()).glob(f"soup-flows-{self.run_id}@*"))
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     """A launch in a folder with a hostile name, which must leave nothing."""
-    folder = tmp_path / "it's a \"bad\" dir; echo $HOME"
+    folder = tmp_path / 'it\'s a "bad" dir; echo $HOME'
     folder.mkdir()
     case = Launch(folder)
     yield case

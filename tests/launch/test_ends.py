@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -54,9 +57,12 @@ dist.init_process_group("gloo"); dist.barrier(); dist.destroy_process_group()
     events: list[dict[str, Any]] = []
     outcome = run(launch.plan(body, elastic=True), on_lines=lines.extend, on_events=events.extend)
     assert (outcome.exit_code, outcome.reason) == (0, "exited")
-    assert outcome.receipt["survivors"] == [] and outcome.receipt["dead_ranks"] == []
+    assert outcome.receipt["survivors"] == []
+    assert outcome.receipt["dead_ranks"] == []
     assert outcome.receipt == receipt_of(launch)
-    assert "out of rank 0" in lines and "err of rank 0" in lines and "out of rank 1" not in lines
+    assert "out of rank 0" in lines
+    assert "err of rank 0" in lines
+    assert "out of rank 1" not in lines
     assert "out of rank 1" in launch.attempt.rank_log(1).read_text()
     assert sorted((e["rank"], e["step"]) for e in events) == [(r, s) for r in (0, 1) for s in (1, 2, 3)]
     assert {e["loss"] for e in events if e["step"] == 2} == {"nan"}
@@ -74,7 +80,8 @@ while True: time.sleep(0.2)
     assert outcome.exit_code != 0
     verdict = classify(launch.attempt, outcome.receipt)
     assert verdict.failure_class == "cuda_oom"
-    assert "rank 1" in verdict.cause and "2 GiB" in verdict.cause
+    assert "rank 1" in verdict.cause
+    assert "2 GiB" in verdict.cause
     assert "RuntimeError" in "\n".join(tails(launch.attempt)["rank_1"])
 
 
@@ -89,12 +96,12 @@ def test_killed_rank_ends_deaf_ones_before_elastic_would(launch: Launch) -> None
     threading.Thread(target=kill_one, daemon=True).start()
     outcome = run(plan)
     dead = outcome.receipt["dead_ranks"]
-    assert [(d["rank"], d["pid"]) for d in dead][0] == (1, pids[1])
+    assert next((d["rank"], d["pid"]) for d in dead) == (1, pids[1])
     assert outcome.reason == "rank_died"
     assert {"pid": pids[0], "signal": "SIGKILL", "rank": 0} in outcome.receipt["signalled"]
-    assert outcome.receipt["ended"] - dead[0]["time"] < 20
     verdict = classify(launch.attempt, outcome.receipt)
-    assert verdict.failure_class == "rank_killed" and "rank 1" in verdict.cause
+    assert verdict.failure_class == "rank_killed"
+    assert "rank 1" in verdict.cause
 
 
 def test_killed_rank_is_told_by_its_signal(launch: Launch) -> None:
@@ -102,7 +109,8 @@ def test_killed_rank_is_told_by_its_signal(launch: Launch) -> None:
     outcome = run(launch.plan(body, elastic=True))
     assert outcome.receipt["first_failure"]["exit_code"] == -9
     verdict = classify(launch.attempt, outcome.receipt)
-    assert verdict.failure_class == "rank_killed" and "rank 0 was killed by SIGKILL" in verdict.cause
+    assert verdict.failure_class == "rank_killed"
+    assert "rank 0 was killed by SIGKILL" in verdict.cause
 
 
 def test_agent_killed(launch: Launch) -> None:
@@ -117,7 +125,8 @@ def test_agent_killed(launch: Launch) -> None:
     outcome = run(plan)
     assert (outcome.exit_code, outcome.reason) == (-9, "exited")
     verdict = classify(launch.attempt, outcome.receipt)
-    assert verdict.failure_class == "rank_killed" and "launcher" in verdict.cause
+    assert verdict.failure_class == "rank_killed"
+    assert "launcher" in verdict.cause
 
 
 @pytest.mark.parametrize("body", [FOREVER, DEAF, STRAY + DEAF], ids=["polite", "deaf", "stray"])
@@ -128,7 +137,8 @@ def test_kill_9_of_the_flow(launch: Launch, body: str) -> None:
     holder.wait()
     launch.assert_clean()
     receipt = receipt_of(launch)
-    assert receipt["reason"] == "holder_gone" and receipt["survivors"] == []
+    assert receipt["reason"] == "holder_gone"
+    assert receipt["survivors"] == []
     assert classify(launch.attempt, receipt).failure_class == "cancelled"
 
 
@@ -139,7 +149,7 @@ def test_sigterm_of_the_flow(launch: Launch, group: bool) -> None:
     (os.killpg if group else os.kill)(holder.pid, signal.SIGTERM)
     holder.wait()
     launch.assert_clean()
-    assert receipt_of(launch)["reason"] == ("signal" if group else "holder_gone") or group
+    assert receipt_of(launch)["reason"] in ({"signal", "holder_gone"} if group else {"holder_gone"})
 
 
 def test_supervisor_leaves_the_group_before_its_sigkill(launch: Launch) -> None:
@@ -148,10 +158,8 @@ def test_supervisor_leaves_the_group_before_its_sigkill(launch: Launch) -> None:
     supervisor = launch.supervisor()
     os.killpg(holder.pid, signal.SIGTERM)
     until(lambda: os.getsid(supervisor) == supervisor, "a session of its own")
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(holder.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     holder.wait()
     launch.assert_clean()
     assert receipt_of(launch)["survivors"] == []
@@ -167,7 +175,8 @@ def test_kill_9_of_the_supervisor(launch: Launch) -> None:
     threading.Thread(target=kill, daemon=True).start()
     outcome = run(plan)
     assert (outcome.exit_code, outcome.reason) == (None, "supervisor_died")
-    assert "SIGKILL" in outcome.receipt["detail"] and outcome.receipt["survivors"] == []
+    assert "SIGKILL" in outcome.receipt["detail"]
+    assert outcome.receipt["survivors"] == []
     assert receipt_of(launch) == outcome.receipt
     assert classify(launch.attempt, outcome.receipt).failure_class == "rank_killed"
 
@@ -183,10 +192,51 @@ def test_kill_9_of_flow_and_supervisor_ends_the_ranks_by_parent_death(launch: La
     os.kill(supervisor, signal.SIGKILL)
     holder.wait()
     until(lambda: not proc.marked(launch.run_id), "ranks dead without anybody to sweep")
-    for spec in launch.channels():  # nobody was left to remove it
-        for file in spec.parent.iterdir():
-            file.unlink()
-        spec.parent.rmdir()
+    assert len(launch.channels()) == 1
+    assert sweep(launch.run_id) == []
+    assert launch.channels() == []
+
+
+@pytest.mark.parametrize("victim", ["flow", "supervisor", "group"])
+def test_killed_at_random_moments(launch: Launch, victim: str) -> None:
+    moments = random.Random(7)
+    for _ in range(6):
+        holder = launch.hold(launch.plan(STRAY + DEAF, stop_budget_s=2))
+        until(lambda: proc.marked(launch.run_id), "a start")
+        time.sleep(moments.uniform(0, 0.6))
+        if victim == "supervisor":
+            proc.send(proc.marked(launch.run_id, proc.SUPERVISOR_MARKER), signal.SIGKILL)
+        elif victim == "flow":
+            holder.kill()
+        else:
+            os.killpg(holder.pid, signal.SIGTERM)
+        holder.wait()
+        launch.assert_clean()
+
+
+def test_a_fork_of_the_flow_does_not_keep_the_lease(launch: Launch) -> None:
+    forking = """
+import os, pathlib, sys, time
+from soup_flows.launch.plan import LaunchPlan
+from soup_flows.launch.run import run
+plan = LaunchPlan.model_validate_json(pathlib.Path(sys.argv[1]).read_text())
+mark = plan.attempt_paths.root / "forked"
+def fork_once():
+    if not mark.exists():
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        mark.write_text(str(pid))
+run(plan, should_stop=fork_once)
+"""
+    holder = launch.hold(launch.plan(DEAF), forking)
+    launch.ranks_ready()
+    forked = launch.attempt.root / "forked"
+    until(lambda: forked.exists() and forked.read_text(), "a fork that holds the lease's descriptor")
+    holder.kill()
+    holder.wait()
+    launch.assert_clean()
+    os.kill(int(forked.read_text()), signal.SIGKILL)
 
 
 def test_interrupted_caller_leaves_nothing(launch: Launch) -> None:
@@ -211,11 +261,14 @@ def test_interrupted_caller_leaves_nothing(launch: Launch) -> None:
 
 
 def test_stop_on_request_lets_ranks_save(launch: Launch) -> None:
-    body = """
+    body = (
+        """
 def save(*_):
     time.sleep(1); (attempt / f"saved_{me}").touch(); sys.exit(0)
 signal.signal(signal.SIGTERM, save)
-""" + FOREVER
+"""
+        + FOREVER
+    )
     plan = launch.plan(body, stop_budget_s=20)
 
     def should_stop() -> str | None:
@@ -252,7 +305,8 @@ while True: time.sleep(0.2)
     assert (launch.attempt.root / "stacks" / "rank_0.txt").read_text()
     verdict = classify(launch.attempt, outcome.receipt)
     assert verdict.failure_class == "stalled"
-    assert "rank 1" in verdict.cause and "waits_in_a_collective" in verdict.cause
+    assert "rank 1" in verdict.cause
+    assert "waits_in_a_collective" in verdict.cause
 
 
 def test_helpers_of_ranks_are_swept_after_a_normal_end(launch: Launch) -> None:
@@ -274,15 +328,19 @@ def test_import_error_before_a_rank_attached(launch: Launch) -> None:
     (launch.folder / "rank.py").write_text("import no_such_module_here\n")
     outcome = run(plan)
     verdict = classify(launch.attempt, outcome.receipt)
-    assert verdict.failure_class == "import_error" and "no_such_module_here" in verdict.cause
+    assert verdict.failure_class == "import_error"
+    assert "no_such_module_here" in verdict.cause
 
 
 def test_sweep_lets_a_living_supervisor_finish(launch: Launch) -> None:
-    body = """
+    body = (
+        """
 def save(*_):
     time.sleep(1); (attempt / f"saved_{me}").touch(); os._exit(0)
 signal.signal(signal.SIGTERM, save)
-""" + FOREVER
+"""
+        + FOREVER
+    )
     holder = launch.hold(launch.plan(body, stop_budget_s=20))
     launch.ranks_ready()
     os.kill(holder.pid, signal.SIGSTOP)  # a flow that does not answer

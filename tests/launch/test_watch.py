@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,15 +30,19 @@ sys.stdout.write("no line end")
 """
     batches: list[list[str]] = []
     outcome = run(launch.plan(body), on_lines=batches.append)
-    assert outcome.exit_code == 0 and outcome.receipt["log_bytes_lost"] == 0
+    assert outcome.exit_code == 0
+    assert outcome.receipt["log_bytes_lost"] == 0
     for rank in (0, 1):
         text = launch.attempt.rank_log(rank).read_text()
         assert len(re.findall(r"^\x1b\[31mline \d+", text, re.M)) == 20000
-        assert text.count("bar 49/50") == 200 and text.count("bar 48/50") == 0 and "\r" not in text
+        assert text.count("bar 49/50") == 200
+        assert text.count("bar 48/50") == 0
+        assert "\r" not in text
         assert text.endswith("no line end\n")
     assert max(map(len, batches)) <= 101
     shown = [line for batch in batches for line in batch]
-    assert "\x1b" not in "".join(shown) and shown[-1] == "no line end"
+    assert "\x1b" not in "".join(shown)
+    assert shown[-1] == "no line end"
     left_out = sum(int(line.split()[1]) for line in shown if "left out here" in line)
     total = 20000 + 200 + 1
     assert left_out > 0
@@ -77,7 +82,8 @@ for i in range(20000):
     threading.Thread(target=end_outage, daemon=True).start()
     outcome = run(launch.plan(body), on_events=on_events)
     assert outcome.exit_code == 0
-    assert len(seen) == 40000 and contexts == {"kept"}
+    assert len(seen) == 40000
+    assert contexts == {"kept"}
 
 
 def test_failing_callback_is_no_reason_to_stop(launch: Launch) -> None:
@@ -100,9 +106,12 @@ time.sleep(6)
 
 def test_silent_start_is_a_stall(launch: Launch) -> None:
     outcome = run(
-        launch.plan("time.sleep(600)\n", stall=StallSettings(floor_s=1, factor=1, startup_s=2), stop_budget_s=2)
+        launch.plan(
+            "time.sleep(600)\n", stall=StallSettings(floor_s=1, factor=1, startup_s=2), stop_budget_s=2
+        )
     )
-    assert outcome.reason == "stalled" and outcome.receipt["stall"]["phase"] == "start"
+    assert outcome.reason == "stalled"
+    assert outcome.receipt["stall"]["phase"] == "start"
 
 
 def test_environment_of_the_ranks(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +124,19 @@ def test_environment_of_the_ranks(launch: Launch, monkeypatch: pytest.MonkeyPatc
     assert "secret" not in plan.model_dump_json().replace('"secrets"', "")
     run(plan)
     text = (launch.attempt.root / "env_0").read_text()
-    for name in ("ACCELERATE_USE_FSDP", "MASTER_PORT", "PREFECT_API_KEY", "SOUP_FLOWS_SUPERVISOR\""):
+    for name in ("ACCELERATE_USE_FSDP", "MASTER_PORT", "PREFECT_API_KEY", 'SOUP_FLOWS_SUPERVISOR"'):
         assert name not in text
-    assert '"HF_TOKEN": "secret-token"' in text and launch.run_id in text
+    assert '"HF_TOKEN": "secret-token"' in text
+    assert launch.run_id in text
 
 
 def test_private_files(launch: Launch) -> None:
     run(launch.plan("rank.heartbeat(1)\n"))
-    for path in [*launch.attempt.logs.iterdir(), launch.attempt.receipt, layout.heartbeat(launch.attempt.root, 0)]:
+    for path in [
+        *launch.attempt.logs.iterdir(),
+        launch.attempt.receipt,
+        layout.heartbeat(launch.attempt.root, 0),
+    ]:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
@@ -130,8 +144,9 @@ def test_supervisor_is_small_and_free_of_packages(launch: Launch) -> None:
     holder = launch.hold(launch.plan("ready()\ntime.sleep(600)\n"))
     launch.ranks_ready()
     supervisor = launch.supervisor()
-    status = dict(line.split(":", 1) for line in open(f"/proc/{supervisor}/status"))
+    proc = Path(f"/proc/{supervisor}")
+    status = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
     assert int(status["VmRSS"].split()[0]) < 40 * 1024  # kB
-    assert "site-packages" not in open(f"/proc/{supervisor}/maps").read()
+    assert "site-packages" not in (proc / "maps").read_text()
     holder.kill()
     holder.wait()

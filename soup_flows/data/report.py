@@ -1,0 +1,296 @@
+"""What a data set will do to a run: rows, drops, tokens, lengths, padding, one row in full."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from soup_flows.data.formats import Policy, check_kept, iter_examples
+from soup_flows.data.lengths import Bin, histogram, packed_padding_share, padded_share
+from soup_flows.data.masking import IGNORED, TrainOn, encode
+from soup_flows.data.values import Dropped, Encoded, Example, writable
+
+SAMPLE_TOKENS = 400
+"""Tokens of the row that is shown in full."""
+
+_NAMED_LINES = 20
+
+
+class DataReport(BaseModel):
+    """The `soup-train-data` artifact as a value. Without a tokenizer, what needs tokens is None.
+
+    Attributes:
+        source: what was read.
+        format: one of `formats.FORMATS`.
+        rows_read: rows seen, blank lines not counted.
+        rows_kept: rows that are trained.
+        dropped: every other row: line, reason, field, found, wanted, file.
+        max_length: rows are cut to this many tokens.
+        trained_tokens: tokens the loss counts in one epoch.
+        total_tokens: tokens of the kept rows after truncation, one epoch.
+        length_unit: what `lengths` counts: tokens, or characters without a tokenizer.
+        lengths: rows by length before truncation: the longest length of each bin, and rows in it.
+        longest: length of the longest row before truncation, in `length_unit`.
+        truncated_rows: rows that were cut.
+        truncated_share: their share of the kept rows, 0 to 1.
+        padding_share: share of padding in batches of 8 rows in file order, 0 to 1.
+        packed_padding_share: share of padding when rows are packed best-fit into `max_length`, 0 to 1.
+        duplicates: rows that equal an earlier row.
+        duplicate_lines: the lines of the first 20 of them.
+        stop_trained_rows: rows in which a token that ends the answer is trained.
+        notes: what is odd though no row was dropped for it.
+        sample: one row as text, trained parts between ⟦ and ⟧.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    format: str
+    rows_read: int
+    rows_kept: int
+    dropped: tuple[dict[str, Any], ...]
+    max_length: int | None
+    trained_tokens: int | None
+    total_tokens: int | None
+    length_unit: Literal["tokens", "characters"]
+    lengths: tuple[Bin, ...]
+    longest: int
+    truncated_rows: int | None
+    truncated_share: float | None
+    padding_share: float | None
+    packed_padding_share: float | None
+    duplicates: int
+    duplicate_lines: tuple[int, ...]
+    stop_trained_rows: int | None
+    notes: tuple[str, ...]
+    sample: str
+
+    def reasons(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the dropped rows by reason, the most frequent first."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for item in self.dropped:
+            groups.setdefault(item["reason"], []).append(item)
+        return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
+
+
+def prepare(
+    source: str | Path,
+    tokenizer: Any,
+    *,
+    max_length: int,
+    train_on: TrainOn = "assistant",
+    policy: Policy = "drop",
+    field: str = "dataset",
+) -> tuple[list[Encoded], DataReport]:
+    """Read, check and encode a data set once, and report on it from the same pass.
+
+    Args:
+        source: as in `read_rows`.
+        tokenizer: as in `encode`.
+        max_length: rows are cut to this many tokens.
+        train_on: as in `encode`.
+        policy: as in `load_examples`.
+        field: the setting that named `source`.
+
+    Returns:
+        The kept rows in file order, and the report.
+
+    Raises:
+        Refused: as `load_examples` and `encode`; also when no row has a trained token left.
+    """
+    rows: list[Encoded] = []
+    tally = Tally(source, tokenizer, max_length)
+    for item in _encoded(source, tokenizer, max_length, train_on, field, tally, compare=False):
+        if isinstance(item, Encoded):
+            rows.append(item)
+    check_kept(source, len(rows), tally.dropped, policy=policy, field=field)
+    return rows, tally.report()
+
+
+def report_on(
+    source: str | Path,
+    tokenizer: Any = None,
+    *,
+    max_length: int | None = None,
+    train_on: TrainOn = "assistant",
+    policy: Policy = "drop",
+    field: str = "dataset",
+) -> DataReport:
+    """Report on a data set without keeping its rows; without a tokenizer, lengths are in characters.
+
+    Raises:
+        Refused: as `prepare`.
+    """
+    tally = Tally(source, tokenizer, max_length)
+    for _ in _encoded(source, tokenizer, max_length, train_on, field, tally, compare=True):
+        pass
+    check_kept(source, len(tally.lengths), tally.dropped, policy=policy, field=field)
+    return tally.report()
+
+
+def _encoded(
+    source: str | Path,
+    tokenizer: Any,
+    max_length: int | None,
+    train_on: TrainOn,
+    field: str,
+    tally: Tally,
+    *,
+    compare: bool,
+) -> Iterator[Encoded | None]:
+    """Encode row by row; with `compare`, preference pairs are measured by their better answer."""
+    for example in iter_examples(source, field=field):
+        if isinstance(example, Dropped):
+            tally.drop(example)
+            continue
+        encoded = None
+        if tokenizer is not None:
+            view = better_answer(example) if compare else example
+            encoded = encode(view, tokenizer, max_length or 2**62, train_on)
+        if isinstance(encoded, Dropped):
+            tally.drop(encoded)
+            continue
+        tally.keep(example, encoded)
+        yield encoded
+
+
+def better_answer(example: Example) -> Example:
+    """Return a preference pair as the row with the better answer, to be measured; other rows as they are."""
+    if example.kind not in ("preference", "kto"):
+        return example
+    answer = example.chosen if example.kind == "preference" else example.completion
+    if isinstance(answer, list):
+        return replace(example, kind="chat", messages=example.messages + answer)
+    return replace(example, kind="completion", completion=answer)
+
+
+class Tally:
+    """Counts rows as they pass; its memory is a few bytes a kept row.
+
+    Attributes:
+        dropped: the rows that were not kept.
+        lengths: tokens of each kept row before truncation, or characters.
+    """
+
+    def __init__(self, source: str | Path, tokenizer: Any = None, max_length: int | None = None) -> None:
+        self.dropped: list[Dropped] = []
+        self.lengths = array("Q")
+        self._source, self._tokenizer, self._max_length = writable(str(source)), tokenizer, max_length
+        self._seen: set[bytes] = set()
+        self._duplicates = self._trained = self._stopping = self._truncated = 0
+        self._duplicate_lines: list[int] = []
+        self._notes: dict[str, list[int]] = {}
+        self._format = self._sample = ""
+
+    def drop(self, item: Dropped) -> None:
+        """Count a row that is not kept."""
+        self.dropped.append(item)
+
+    def keep(self, example: Example, encoded: Encoded | None) -> None:
+        """Count a kept row; `encoded` is None without a tokenizer."""
+        self._format = example.format
+        key = _content_hash(example)
+        if key in self._seen:
+            self._duplicates += 1
+            if len(self._duplicate_lines) < _NAMED_LINES:
+                self._duplicate_lines.append(example.line)
+        self._seen.add(key)
+        for note in example.notes:
+            self._notes.setdefault(note, []).append(example.line)
+        if encoded is None:
+            self.lengths.append(characters(example))
+            self._sample = self._sample or _plain_sample(example)
+            return
+        self.lengths.append(encoded.full_length)
+        self._trained += sum(label != IGNORED for label in encoded.labels[1:])
+        self._stopping += encoded.stop_trained
+        self._truncated += encoded.full_length > len(encoded.input_ids)
+        self._sample = self._sample or marked_text(encoded, self._tokenizer)
+
+    def report(self) -> DataReport:
+        """Return the report on all rows counted so far."""
+        counted = self._tokenizer is not None
+        limit = self._max_length or max(self.lengths, default=0)
+        cut = array("Q", (min(length, limit) for length in self.lengths))
+        kept = len(self.lengths)
+        return DataReport(
+            source=self._source,
+            format=self._format,
+            rows_read=kept + len(self.dropped),
+            rows_kept=kept,
+            dropped=tuple(item.as_dict() for item in self.dropped),
+            max_length=self._max_length,
+            trained_tokens=self._trained if counted else None,
+            total_tokens=sum(cut) if counted else None,
+            length_unit="tokens" if counted else "characters",
+            lengths=histogram(self.lengths),
+            longest=max(self.lengths, default=0),
+            truncated_rows=self._truncated if counted else None,
+            truncated_share=self._truncated / kept if counted and kept else None,
+            padding_share=padded_share(cut) if counted else None,
+            packed_padding_share=packed_padding_share(cut, limit) if counted else None,
+            duplicates=self._duplicates,
+            duplicate_lines=tuple(self._duplicate_lines),
+            stop_trained_rows=self._stopping if counted else None,
+            notes=tuple(self._remarks(counted, kept)),
+            sample=self._sample,
+        )
+
+    def _remarks(self, counted: bool, kept: int) -> Iterator[str]:
+        for note, lines in self._notes.items():
+            plain = "; it is encoded as plain text" if counted else ""
+            named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
+            yield f"{note}{plain} ({len(lines)} rows: line {named})"
+        if counted and kept and not self._stopping:
+            yield "no row trains a token that ends the answer: the model will not learn to stop"
+        if self._duplicates:
+            first = ", ".join(map(str, self._duplicate_lines))
+            more = ", ..." if self._duplicates > len(self._duplicate_lines) else ""
+            yield f"{self._duplicates} rows equal an earlier row (line {first}{more})"
+        if kept == 1:
+            yield "1 row: every step trains the same row"
+
+
+def _content_hash(example: Example) -> bytes:
+    """Return eight bytes that differ for rows that teach something else."""
+    e = example
+    value = (e.messages, e.prompt, e.completion, e.text, e.input_ids, e.labels, e.chosen, e.rejected, e.label)
+    return hashlib.blake2b(json.dumps([value, e.tools], default=str).encode(), digest_size=8).digest()
+
+
+def characters(example: Example) -> int:
+    """Return the length of a row's text in characters; of token ids, their number."""
+    if example.kind == "tokens":
+        return len(example.input_ids)
+    example = better_answer(example)
+    texts = [message["content"] for message in example.messages]
+    return sum(map(len, [*texts, example.prompt, str(example.completion), example.text]))
+
+
+def marked_text(encoded: Encoded, tokenizer: Any) -> str:
+    """Return the row as text, its first 400 tokens, trained parts between ⟦ and ⟧."""
+    ids, labels = encoded.input_ids[:SAMPLE_TOKENS], encoded.labels[:SAMPLE_TOKENS]
+    parts: list[str] = []
+    start = 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or (labels[end] == IGNORED) != (labels[start] == IGNORED):
+            text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+            parts.append(text if labels[start] == IGNORED else f"⟦{text}⟧")
+            start = end
+    return "".join(parts) + (" …" if len(encoded.input_ids) > SAMPLE_TOKENS else "")
+
+
+def _plain_sample(example: Example) -> str:
+    example = better_answer(example)
+    if example.kind == "chat":
+        return "\n".join(f"{m['role']}: {m['content']}" for m in example.messages)[:2000]
+    if example.kind == "completion":
+        return f"{example.prompt}⟦{example.completion}⟧"[:2000]
+    return example.text[:2000]
