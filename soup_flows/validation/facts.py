@@ -6,9 +6,11 @@ import json
 import struct
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from soup_flows.architecture.files import folder_shapes
 from soup_flows.data.formats import load_examples
 from soup_flows.data.reading import list_files
 from soup_flows.errors import Problem, Refused
@@ -17,12 +19,8 @@ from soup_flows.spec import TrainingSpec
 
 LOOK_AT_ROWS = 1000
 """Rows of each data set that are read before a launch; the ranks read all of them."""
-MAX_HEADER_BYTES = 100 << 20
-"""Longest header of a safetensors file (the format's own limit, safetensors/src/tensor.rs)."""
 ADDED_TOKENS_WITHIN = 1 << 20
 """Characters of `tokenizer.json` in which its added tokens are looked for; the vocabulary comes after them."""
-DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
-SAFETENSORS_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "U8": 1, "I8": 1}
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,21 @@ class ModelFacts:
         if index is not None:
             names = index.get("weight_map")
             return {str(k): str(v) for k, v in names.items()} if isinstance(names, dict) else {}
-        return dict.fromkeys(self.header("model.safetensors"), "model.safetensors")
+        return dict.fromkeys(self.shapes, "model.safetensors")
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor name -> shape; empty where the weight files cannot be read."""
+        try:
+            return (folder_shapes(self.folder) if self.folder else None) or {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
 
     @cached_property
     def parameters(self) -> int | None:
-        """Number of weights, from the sizes of the safetensors files; None where that cannot be known."""
-        sizes = [size for name, size in self.files.items() if self._is_weights(name)]
-        each = DTYPE_BYTES.get(self.dtype or "")
-        return sum(sizes) // each if sizes and each and self.quantization is None else None
-
-    @staticmethod
-    def _is_weights(name: str) -> bool:
-        return name == "model.safetensors" or (name.startswith("model-") and name.endswith(".safetensors"))
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of the weight files that `from_pretrained` reads."""
-        return sum(size for name, size in self.files.items() if self._is_weights(name))
+        """Number of weights in the files; None where that cannot be known, as for quantised ones."""
+        counted = sum(prod(shape) for shape in self.shapes.values())
+        return counted if counted and self.quantization is None else None
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return a JSON object of the folder; None if there is none that can be read."""
@@ -113,29 +109,19 @@ class ModelFacts:
             return None
         return value if isinstance(value, dict) else None
 
-    def header(self, file: str) -> dict[str, Any]:
-        """Return the header of a safetensors file: tensor name -> dtype, shape, offsets."""
-        if file not in self.files or self.folder is None:
-            return {}
+    def head_of(self, tensor: str, count: int = 4096) -> bytes | None:
+        """Return the first bytes of a stored tensor, or None where they cannot be read."""
+        file = self.shards.get(tensor)
+        if file is None or self.folder is None:
+            return None
         try:
             with (self.folder / file).open("rb") as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
-                header = json.loads(stream.read(min(length, MAX_HEADER_BYTES)))
-        except (OSError, ValueError, struct.error):
-            return {}
-        header.pop("__metadata__", None)
-        return {str(key): {**value, "start": 8 + length} for key, value in header.items()}
-
-    def head_of(self, tensor: str, count: int = 4096) -> bytes | None:
-        """Return the first bytes of a stored tensor, or None where it is not stored."""
-        file = self.shards.get(tensor)
-        entry = self.header(file).get(tensor) if file else None
-        if entry is None or self.folder is None or file is None:
+                begin, end = json.loads(stream.read(length))[tensor]["data_offsets"]
+                stream.seek(8 + length + begin)
+                return stream.read(min(count, end - begin))
+        except (OSError, ValueError, KeyError, struct.error):
             return None
-        begin, end = entry["data_offsets"]
-        with (self.folder / file).open("rb") as stream:
-            stream.seek(entry["start"] + begin)
-            return stream.read(min(count, end - begin))
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,15 @@ def no_libaio(run: Context) -> Iterator[Found]:
 
 
 def _largest_parameter(run: Context) -> int | None:
-    """Return the elements of the largest weight: the embedding, a projection, or fused experts."""
+    """Return the elements of the largest weight: one of the files, or the experts that are fused on loading."""
     model = run.model
+    stored = max((prod(shape) for shape in model.shapes.values()), default=0)
     hidden, vocab = model.hidden_size, model.number("vocab_size")
     if not hidden or not vocab:
-        return None
+        return stored or None
     inner = model.number("moe_intermediate_size", "intermediate_size") or 4 * hidden
     experts = model.number("num_experts", "num_local_experts", "n_routed_experts") or 0
-    return max(vocab * hidden, inner * hidden, 2 * experts * inner * hidden)
+    return max(stored, vocab * hidden, inner * hidden, 2 * experts * inner * hidden)
 
 
 def _buffer_needed(run: Context) -> int | None:

@@ -109,21 +109,20 @@ def edited(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, bytes], size: int = 0) -> None:
-    """Write tensors as flat bytes; `size` makes the file that long (with a hole), as a big model's is."""
+def write_safetensors(path: Path, tensors: Mapping[str, bytes], extra: int = 0) -> None:
+    """Write bf16 tensors as flat bytes; `extra` adds a tensor of that many elements, as a hole in the file."""
     header, offset = {}, 0
-    for name, content in tensors.items():
-        header[name] = {
-            "dtype": "BF16",
-            "shape": [len(content) // 2],
-            "data_offsets": [offset, offset + len(content)],
-        }
-        offset += len(content)
+    sizes = {name: len(content) for name, content in tensors.items()}
+    for name, size in {
+        **sizes,
+        **({"model.layers.1.mlp.up_proj.weight": 2 * extra} if extra else {}),
+    }.items():
+        header[name] = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [offset, offset + size]}
+        offset += size
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text + b"".join(tensors.values()))
-        if size:
-            file.truncate(size)
+        file.truncate(8 + len(text) + offset)
 
 
 def model_folder(
@@ -134,11 +133,11 @@ def model_folder(
     parameters: int = 0,
     files: Mapping[str, str | None] | None = None,
 ) -> Path:
-    """Write a model folder; `parameters` sets the size of the bf16 weights, `files` adds or removes (None)."""
+    """Write a model folder; `parameters` adds that many weights in bf16, `files` adds or removes (None)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(edited(LLAMA, config or {})))
     content = tensors if tensors is not None else {name: name.encode().ljust(64) for name in TENSORS}
-    write_safetensors(folder / "model.safetensors", content, 2 * parameters)
+    write_safetensors(folder / "model.safetensors", content, parameters)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": {"vocab": {}}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     for name, text in (files or {}).items():
