@@ -35,6 +35,8 @@ from soup_flows.validation import (
     security,
     variables,
 )
+from soup_flows.validation.deep import RULES as DEEP_RULES
+from soup_flows.validation.deep import check_deep
 from soup_flows.validation.deepspeed_json import RULES as DEEPSPEED_RULES
 from soup_flows.validation.deepspeed_json import check_deepspeed_config
 from soup_flows.validation.facts import look_at_data, look_at_model
@@ -47,6 +49,7 @@ __all__ = [
     "RULES",
     "RUN_RULES",
     "apply_fixes",
+    "check_deep",
     "check_deepspeed_config",
     "check_fsdp_config",
     "check_spec",
@@ -65,7 +68,7 @@ RUN_RULES: tuple[Rule[Context], ...] = tuple(
 )
 """Rules about a run: spec, plan, machine, model, data, environment."""
 
-RULES: tuple[Rule[Any], ...] = (*RUN_RULES, *DEEPSPEED_RULES, *FSDP_RULES)
+RULES: tuple[Rule[Any], ...] = (*RUN_RULES, *DEEPSPEED_RULES, *FSDP_RULES, *DEEP_RULES)
 """Every rule, in the order in which problems are reported within a severity."""
 
 COUNT_UP_TO_BYTES = 64 * 2**20
@@ -81,6 +84,7 @@ def validate(
     *,
     environ: Mapping[str, str] | None = None,
     local: bool = True,
+    deep: bool = False,
 ) -> list[Problem]:
     """Return every problem of a planned run, errors first; silenced ones are notes.
 
@@ -91,6 +95,8 @@ def validate(
         environ: the environment that the ranks inherit; this process's when None.
         local: False for a machine that is not this one (a recording): its packages, folders and variables
             are then not looked at.
+        deep: also build the model class without weights, load the tokenizer and encode the first rows, in a
+            child process that takes some seconds. Nothing is looked at where there already is an error.
     """
     context, problems = make_context(spec, hardware, plan, environ=environ, local=local)
     for rule in RUN_RULES:
@@ -104,6 +110,9 @@ def validate(
         used = hardware.model_copy(update={"gpus": hardware.gpus[: plan.ranks_per_node], "unused": ()})
         found = [p for p in doctor(used) if p.id not in BUILD_CHECKS and p.severity != "note"]
         problems += found
+    failed = any(problem.severity == "error" for problem in problems)
+    if deep and local and not failed and context.model.folder is not None:
+        problems += check_deep(spec, plan.engine)
     return settle(problems, spec.validation, {rule.id for rule in RULES})
 
 

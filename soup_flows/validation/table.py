@@ -114,17 +114,18 @@ class Rule(Generic[T]):
 
     def apply(self, subject: T) -> list[Problem]:
         """Return one problem per place where the rule applies."""
-        return [
-            Problem(
-                id=self.id,
-                severity=self.severity,
-                field=found.field or self.field,
-                message=f"{found.what}: {self.consequence}",
-                fix=found.fix or self.fix,
-                source=self.source,
-            )
-            for found in self.check(subject)
-        ]
+        return [self.problem(found) for found in self.check(subject)]
+
+    def problem(self, found: Found) -> Problem:
+        """Return the problem that a finding is."""
+        return Problem(
+            id=self.id,
+            severity=self.severity,
+            field=found.field or self.field,
+            message=f"{found.what}: {self.consequence}",
+            fix=found.fix or self.fix,
+            source=self.source,
+        )
 
 
 class Maker(Protocol):

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from soup_flows.validation import RULES, RUN_RULES
+from soup_flows.validation.deep import RULES as DEEP_RULES
 from soup_flows.validation.deepspeed_config import DeepSpeedJson
 from soup_flows.validation.deepspeed_json import RULES as DEEPSPEED_RULES
 from soup_flows.validation.fsdp_config import RULES as FSDP_RULES
 from soup_flows.validation.table import Rule
+from tests.validation.deep_pairs import SEEN_PAIRS
 from tests.validation.json_pairs import FSDP_PAIRS, GOOD_FSDP, JSON_PAIRS
 from tests.validation.run_pairs import RUN_PAIRS
 from tests.validation.world import GOOD_JSON, edited, machine, rows_file, run
@@ -27,6 +29,7 @@ def test_ids_are_unique_and_every_rule_has_a_pair() -> None:
     assert len(BY_ID) == len(RULES)
     assert {rule.id for rule in DEEPSPEED_RULES} == set(JSON_PAIRS)
     assert {rule.id for rule in FSDP_RULES} == set(FSDP_PAIRS)
+    assert {rule.id for rule in DEEP_RULES} == set(SEEN_PAIRS) | {"DP009"}
     assert {rule.id for rule in RUN_RULES} == set(RUN_PAIRS) | INSTALLATION
 
 
