@@ -222,7 +222,7 @@ def look(spec: TrainingSpec) -> Seen | str:
     except subprocess.TimeoutExpired:
         return f"it took more than {TIMEOUT_S:.0f} s"
     except subprocess.CalledProcessError as error:
-        return (error.stderr.strip().splitlines() or ["no message"])[-1][:300]
+        return str((error.stderr.strip().splitlines() or ["no message"])[-1])[:300]
     except (OSError, ValidationError) as error:
         return str(error).splitlines()[0]
 

@@ -13,6 +13,24 @@ OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuA
 TORCH_OPTIMIZERS = ("SGD", "ASGD", "RMSprop", "Rprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Adafactor")
 """Names that it takes from `torch.optim`, as they are spelt."""
 REMOVED_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
+ADAM_PARAMS = (
+    *("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", "torch_adam"),
+    *("set_grad_none", "fp32_optimizer_states", "maximize", "foreach", "capturable", "differentiable"),
+    *("fused", "max_grad_norm"),
+)
+"""What DeepSpeed's and torch's Adam take between them; `max_grad_norm` has a rule of its own."""
+SCHEDULER_PARAMS = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration"),
+    "WarmupDecayLR": (
+        *("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
+        "last_batch_iteration",
+    ),
+    "WarmupCosineLR": (
+        *("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
+        "last_batch_iteration",
+    ),
+}
+"""Arguments of the schedules (runtime/lr_schedules.py)."""
 TESTED_WITH_ZERO = ("adam", "adamw", "adagrad", "lion", "muon")
 """runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS."""
 
@@ -180,6 +198,43 @@ def clipping_in_optimizer(config: DeepSpeedJson) -> Iterator[Found]:
     """`max_grad_norm` among the optimizer's parameters."""
     if config.has("optimizer.params.max_grad_norm"):
         yield at("optimizer.params.max_grad_norm", "max_grad_norm is an optimizer parameter")
+
+
+@rule(
+    "DS054",
+    "error",
+    "deepspeed_config.optimizer.params",
+    "it is handed on as it is, and the ranks stop after loading the model (unexpected keyword argument)",
+    fix="remove it",
+    source="deepspeed/runtime/engine.py, _configure_basic_optimizer; runtime/lr_schedules.py",
+    versions=DEEPSPEED,
+)
+def unknown_params(config: DeepSpeedJson) -> Iterator[Found]:
+    """A parameter that Adam or the schedule does not take."""
+    tables = {"optimizer": dict.fromkeys(("adam", "adamw"), ADAM_PARAMS), "scheduler": SCHEDULER_PARAMS}
+    for block, kinds in tables.items():
+        name, params = str(config.get(f"{block}.type")), config.get(f"{block}.params")
+        known = kinds.get(name.lower() if block == "optimizer" else name)
+        for key in params if known and isinstance(params, Mapping) else ():
+            if key not in known:
+                path = f"{block}.params.{key}"
+                yield at(path, f"{name} takes no {key!r}", nearest(key, known))
+
+
+@rule(
+    "DS055",
+    "error",
+    "deepspeed_config.scheduler.params.total_num_steps",
+    "the schedule cannot be built without it",
+    fix='add "total_num_steps": "auto"',
+    source="deepspeed/runtime/lr_schedules.py",
+    versions=DEEPSPEED,
+)
+def no_total(config: DeepSpeedJson) -> Iterator[Found]:
+    """A decaying schedule without `total_num_steps`."""
+    name = config.get("scheduler.type")
+    if name in ("WarmupDecayLR", "WarmupCosineLR") and not config.has("scheduler.params.total_num_steps"):
+        yield at("scheduler.params.total_num_steps", f"{name} without total_num_steps")
 
 
 RULES = rules_in(globals())

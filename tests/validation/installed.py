@@ -210,6 +210,26 @@ def optimizers() -> dict[str, Any]:
     }
 
 
+def parameters() -> dict[str, list[str]]:
+    """Return what the schedules and the three Adams take."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+
+    def names(kind: type) -> set[str]:
+        return set(inspect.signature(kind.__init__).parameters) - {
+            "self",
+            "params",
+            "model_params",
+            "optimizer",
+        }
+
+    adam = names(torch.optim.AdamW) | names(FusedAdam) | names(DeepSpeedCPUAdam)
+    schedules = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+    found = {name: sorted(names(getattr(lr_schedules, name))) for name in schedules}
+    return {**found, "adam": sorted(adam)}
+
+
 def trainer(config: dict[str, Any], **arguments: Any) -> str:
     """Return what TrainingArguments and its second stage say to a DeepSpeed config."""
     import transformers
@@ -302,6 +322,7 @@ def main() -> None:
             "removed": removed_keys(),
             "behaviour": behaviour(),
             "optimizers": optimizers(),
+            "parameters": parameters(),
             "trainer": through_trainer(),
             "fsdp": fsdp_behaviour(),
             "accelerate": accelerate_fields(),

@@ -14,7 +14,12 @@ import pytest
 
 from soup_flows.accelerate_keys import TOP_KEYS
 from soup_flows.validation.deepspeed_keys import LENIENT, REMOVED, TOP
-from soup_flows.validation.deepspeed_rules_optimizer import OPTIMIZERS, REMOVED_OPTIMIZERS
+from soup_flows.validation.deepspeed_rules_optimizer import (
+    ADAM_PARAMS,
+    OPTIMIZERS,
+    REMOVED_OPTIMIZERS,
+    SCHEDULER_PARAMS,
+)
 from soup_flows.validation.fsdp_config import KEYS, V1_KEYS
 
 pytestmark = pytest.mark.ranks
@@ -107,6 +112,13 @@ def test_optimizers(installed: dict[str, Any]) -> None:
     assert installed["optimizers"]["one bit"] == []
     assert not set(installed["optimizers"]["built"]) & set(REMOVED_OPTIMIZERS)
     assert installed["optimizers"]["norm refused"]  # DS052
+
+
+def test_parameters_of_optimizers_and_schedules(installed: dict[str, Any]) -> None:
+    found = dict(installed["parameters"])
+    # DeepSpeed's CPU Adam spells it without a line; the JSON's word is adam_w_mode.
+    assert set(found.pop("adam")) - {"adamw_mode"} == set(ADAM_PARAMS) - {"torch_adam", "max_grad_norm"}
+    assert found == {name: sorted(params) for name, params in SCHEDULER_PARAMS.items()}
 
 
 def test_fsdp_config_is_not_checked(installed: dict[str, Any]) -> None:
