@@ -211,12 +211,13 @@ def clipping_in_optimizer(config: DeepSpeedJson) -> Iterator[Found]:
 )
 def unknown_params(config: DeepSpeedJson) -> Iterator[Found]:
     """A parameter that Adam or the schedule does not take."""
-    tables = {"optimizer": dict.fromkeys(("adam", "adamw"), ADAM_PARAMS), "scheduler": SCHEDULER_PARAMS}
+    adam: dict[str, tuple[str, ...]] = {"adam": ADAM_PARAMS, "adamw": ADAM_PARAMS}
+    tables: dict[str, dict[str, tuple[str, ...]]] = {"optimizer": adam, "scheduler": SCHEDULER_PARAMS}
     for block, kinds in tables.items():
         name, params = str(config.get(f"{block}.type")), config.get(f"{block}.params")
         known = kinds.get(name.lower() if block == "optimizer" else name)
-        for key in params if known and isinstance(params, Mapping) else ():
-            if key not in known:
+        for key in params if isinstance(params, Mapping) else ():
+            if known is not None and key not in known:
                 path = f"{block}.params.{key}"
                 yield at(path, f"{name} takes no {key!r}", nearest(key, known))
 

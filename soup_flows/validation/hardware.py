@@ -27,6 +27,30 @@ def mig_ranks(run: Context) -> Iterator[Found]:
         yield Found(f"{run.plan.world_size} ranks on MIG slices")
 
 
+def _loaded_bytes(run: Context) -> int | None:
+    """Return what the ranks of a node read together while loading; None under ZeRO-3, or where unknown."""
+    count = run.model.parameters
+    if count is None or run.stage == 3:
+        return None
+    return count * (4 if _load_dtype(run) == "float32" else 2) * run.plan.ranks_per_node
+
+
+def _load_dtype(run: Context) -> str:
+    """Name the dtype the weights are loaded in: fp32 for full fine-tuning without DeepSpeed's own copies."""
+    if run.full and run.plan.engine != "deepspeed":
+        return "float32"
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[run.plan.dtype]
+
+
+def _too_much(run: Context, converted: bool) -> Iterator[Found]:
+    need, usable = _loaded_bytes(run), run.hardware.host_memory.usable_bytes
+    if need is not None and need > usable and (_load_dtype(run) != run.model.dtype) is converted:
+        ranks = run.plan.ranks_per_node
+        yield Found(
+            f"{ranks} rank(s) load {need / ranks / GIB:.1f} GiB each and {usable / GIB:.1f} GiB of memory can be used"
+        )
+
+
 @rule(
     "HW042",
     "error",
@@ -37,17 +61,22 @@ def mig_ranks(run: Context) -> Iterator[Found]:
     versions=f"{TRANSFORMERS}, {ACCELERATE}",
 )
 def loading(run: Context) -> Iterator[Found]:
-    """Weights times ranks beyond the host's memory, while loading without ZeRO-3."""
-    count = run.model.parameters
-    if count is None or run.stage == 3:
-        return
-    each = 4 if run.plan.dtype == "fp32" or (run.full and run.plan.engine != "deepspeed") else 2
-    need, usable = count * each * run.plan.ranks_per_node, run.hardware.host_memory.usable_bytes
-    if need > usable:
-        yield Found(
-            f"{run.plan.ranks_per_node} rank(s) load {count * each / GIB:.1f} GiB each and "
-            f"{usable / GIB:.1f} GiB of memory can be used"
-        )
+    """Weights that are converted while they are loaded, times ranks, beyond the host's memory."""
+    yield from _too_much(run, converted=True)
+
+
+@rule(
+    "HW044",
+    "warning",
+    "gpus",
+    "loading is slow, and a rank may be killed, if the file cache cannot hold the weights",
+    fix="use deepspeed=zero3 (rank 0 alone reads the weights), fewer ranks, or a machine with more memory",
+    source="huggingface/transformers#43749: every rank loads every weight; equal dtypes stay memory-mapped",
+    versions=f"{TRANSFORMERS}, {ACCELERATE}",
+)
+def mapping(run: Context) -> Iterator[Found]:
+    """Weights that are mapped as they are, times ranks, beyond the host's memory."""
+    yield from _too_much(run, converted=False)
 
 
 @rule(

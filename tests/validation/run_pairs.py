@@ -334,6 +334,10 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": EIGHT_B, "on": SMALL_HOST},
         {"model": EIGHT_B, "on": SMALL_HOST, "spec": ZERO3},
     ),
+    "HW044": (
+        {"model": {"parameters": 16 * 10**9}, "on": SMALL_HOST, "spec": LORA},
+        {"model": EIGHT_B, "on": SMALL_HOST, "spec": LORA},
+    ),
     "HW043": (
         {"on": machine(host_memory=HostMemory(total_bytes=GIB, available_bytes=100_000))},
         {"on": machine(host_memory=HostMemory(total_bytes=GIB, available_bytes=200_000))},
