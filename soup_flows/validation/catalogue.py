@@ -78,6 +78,10 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "DATA018": ("A length in tokens without a tokenizer", "add --tokenizer"),
     "DATA019": ("The tokenizer cannot be loaded", "give a folder with tokenizer.json"),
     "DATA020": ("The held-out share takes every row", "use a smaller share, or more rows"),
+    "FLOW001": (
+        "A relative output folder, in a folder that the worker deletes after the run",
+        "give an absolute folder, or set the work pool's working_dir",
+    ),
     "DEMO001": ("The standard library has no documentation here", "give a data set of your own"),
     "DEMO002": ("The demo's model could not be made", "the message holds the reason"),
     "DEMO003": ("There is no such demo", "the message names the one that exists"),
