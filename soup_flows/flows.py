@@ -26,6 +26,7 @@ from soup_flows.spec import (
     PlainStrategy,
     TrainingSettings,
     TrainingSpec,
+    ValidationSettings,
     parse_spec,
 )
 from soup_flows.tasks import (
@@ -55,6 +56,7 @@ def soup_train(
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -75,6 +77,7 @@ def soup_train(
         lora: Adapter settings, for training.method=lora.
         data: What the rows mean and how long they may be.
         launcher: How the processes are started, watched and stopped.
+        validation: Which findings of the validation count: silenced rules, and warnings as errors.
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too.
