@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -14,15 +15,17 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page
+from soup_flows.pages import report_page, validation_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+VALIDATION_KEY = "soup-train-validation"
 
 
 class RunConfig(BaseModel):
@@ -46,6 +49,13 @@ def save_run_config(config: RunConfig) -> None:
 def save_report(report: TrainReport) -> None:
     """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
     _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+
+
+def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
+    """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
+    _create(
+        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
+    )
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

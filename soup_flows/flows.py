@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from prefect import flow, runtime
 
-from soup_flows.artifacts import RunConfig, save_report, save_run_config
+from soup_flows.artifacts import RunConfig, save_report, save_run_config, save_validation
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.paths import RunPaths
@@ -99,6 +99,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         hardware = detect_hardware(spec.device, [spec.output_dir])
         plan = resolve_sharding_config(spec, hardware)
         problems = validate_strategy(spec, hardware, plan)
+        save_validation(problems, spec.validation.silence)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
@@ -147,4 +148,5 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
+    save_validation(refused.problems, {})
     save_report(report)

@@ -97,6 +97,10 @@ class DataSettings(Group):
 class ValidationSettings(Group):
     """Which findings of the validation count."""
 
+    deep: bool = Field(True, title="Look at model, tokenizer and first rows")
+    """Also build the model without weights, load the tokenizer and encode the first rows, in a process of its own
+    that takes some seconds: finds templates without an end of turn, adapters that match nothing, rows without a
+    trained token."""
     strict: bool = Field(False, title="Warnings are errors")
     """Refuse the run for warnings too."""
     silence: dict[str, str] = Field(default_factory=dict, title="Silenced rules")

@@ -14,6 +14,7 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "CLI001": ("`--set` is not of the form name=value", "write --set training.learning_rate=2e-5"),
     "CLI002": ("The file given as `--spec` cannot be read", "give JSON or YAML with the settings"),
     "CLI003": ("The file given as `--hardware` cannot be read", "record one with soup-flows doctor --json"),
+    "CLI004": ("There is no rule with this id", "the message names the nearest; docs/rules.md lists them all"),
     "PLAN001": ("The run needs GPUs and the machine offers none", "use a GPU machine, or device=cpu"),
     "PLAN002": ("More GPUs are asked for than can be seen", "ask for fewer, or gpus=auto"),
     "PLAN003": ("fp16 on CPU", "use fp32 or bf16"),

@@ -85,6 +85,7 @@ def _known(model_type: object) -> bool:
     fix="copy the weight files too (*.safetensors)",
     source="transformers/modeling_utils.py, _get_resolved_checkpoint_files",
     versions=TRANSFORMERS,
+    local=True,
 )
 def no_weights(run: Context) -> Iterator[Found]:
     """A model folder without weight files."""
@@ -100,6 +101,7 @@ def no_weights(run: Context) -> Iterator[Found]:
     fix="copy the folder again",
     source="transformers/utils/hub.py, get_checkpoint_shard_files",
     versions=TRANSFORMERS,
+    local=True,
 )
 def lost_shard(run: Context) -> Iterator[Found]:
     """A weight file that the index names and the folder lacks, or an empty one."""
@@ -118,6 +120,7 @@ def lost_shard(run: Context) -> Iterator[Found]:
     fix="save the tokenizer beside the weights (tokenizer.json, tokenizer_config.json)",
     source="transformers/models/auto/tokenization_auto.py",
     versions=TRANSFORMERS,
+    local=True,
 )
 def no_tokenizer(run: Context) -> Iterator[Found]:
     """A model folder without tokenizer files, for rows of text."""

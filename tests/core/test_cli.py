@@ -10,7 +10,7 @@ import pytest
 
 from soup_flows.cli import main
 
-ROWS = '{"prompt": "a", "completion": "b"}\n' * 40
+ROWS = "".join(f'{{"prompt": "a {i}", "completion": "b {i}"}}\n' for i in range(40))
 
 
 @pytest.fixture
@@ -23,6 +23,9 @@ def asked(tmp_path: Path) -> list[str]:
         "tie_word_embeddings": False,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(config))
+    # As much as the rules look at: an index of weights, a tokenizer.
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (model / "tokenizer.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(ROWS)
     return [
         "--model",
@@ -97,6 +100,7 @@ def test_a_recorded_machine(asked: list[str], capsys: pytest.CaptureFixture[str]
 
     recorded = Path(__file__).parents[1] / "data" / "hardware" / "4xa100-pcie.json"
     hardware = detect("auto", probe=RecordedProbe(recorded), environ={})
+    hardware = hardware.model_copy(update={"torch_cuda": "12.8"})  # the rest is this machine's
     file = tmp_path / "machine.json"
     file.write_text(json.dumps({"hardware": hardware.model_dump(mode="json")}))
     flags = [*asked[:4], "--gpus", "4", "--hardware", str(file), "--fsdp", "full_shard", "--json"]
@@ -128,3 +132,32 @@ def test_doctor_prints_a_machine_that_plan_reads(
 def test_demo_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "zero9"]) == 2
     assert "zero3" in capsys.readouterr().err
+
+
+def test_explain_knows_rules_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "DS014"]) == 0
+    assert "DS014" in capsys.readouterr().out
+    assert main(["explain", "DS9999"]) == 2
+    assert "DS" in capsys.readouterr().err
+
+
+def test_data_reports_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROWS + '{"prompt": "a", "completion": ""}\n')
+    assert main(["data", str(tmp_path / "rows.jsonl"), "--json"]) == 0
+    report = json_of(capsys)
+    assert (report["rows_read"], report["rows_kept"]) == (41, 40)
+    assert report["dropped"][0]["line"] == 41
+    assert main(["data", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_an_accelerate_file_gives_the_same_plan(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    assert main(["plan", *asked[:4], "--accelerate-config", str(file), "--json"]) == 0
+    plan = json_of(capsys)["plan"]
+    assert (plan["strategy"], plan["world_size"], plan["device"]) == ("zero2", 2, "cpu")
