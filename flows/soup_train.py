@@ -24,6 +24,7 @@ from soup_flows.spec import (
     LoraSettings,
     PlainStrategy,
     TrainingSettings,
+    ValidationSettings,
 )
 
 
@@ -50,6 +51,7 @@ def soup_train(
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -15,9 +16,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page
+from soup_flows.pages import report_page, validation_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+VALIDATION_KEY = "soup-train-validation"
 
 
 class RunConfig(BaseModel):
@@ -58,6 +61,13 @@ def save_report(report: TrainReport) -> None:
         create_artifact(REPORT_KEY, "markdown", report_page(report), text)
     except Exception as error:
         logger.warning("the report is in %s, but not in Prefect: %s", report.run_dir, error)
+
+
+def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
+    """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
+    create_artifact(
+        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
+    )
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

@@ -12,7 +12,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled
 
-from soup_flows.artifacts import RunConfig, save_report, save_run_config
+from soup_flows.artifacts import RunConfig, save_report, save_run_config, save_validation
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.hooks import sweep_run
@@ -30,6 +30,7 @@ from soup_flows.spec import (
     PlainStrategy,
     TrainingSettings,
     TrainingSpec,
+    ValidationSettings,
     parse_spec,
 )
 from soup_flows.tasks import (
@@ -64,6 +65,7 @@ def soup_train(
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -84,6 +86,7 @@ def soup_train(
         lora: Adapter settings, for training.method=lora.
         data: What the rows mean and how long they may be.
         launcher: How the processes are started, watched and stopped.
+        validation: Which findings of the validation count: silenced rules, and warnings as errors.
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too. A run that was
@@ -106,6 +109,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
         hardware = detect_hardware(spec.device, [spec.output_dir])
         plan = resolve_sharding_config(spec, hardware)
         problems = validate_strategy(spec, hardware, plan)
+        save_validation(problems, spec.validation.silence)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
@@ -157,4 +161,5 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
+    save_validation(refused.problems, {})
     save_report(report)

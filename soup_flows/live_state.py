@@ -69,7 +69,11 @@ class LiveState:
         elif kind == "evaluation":
             self.eval_loss = event.get("eval_loss")
         elif kind in ("warning", "error", "resumed", "save_failed") or kind.startswith("checkpoint"):
-            text = event.get("message") or event.get("reason") or (f"step {event['step']}" if "step" in event else "")
+            text = (
+                event.get("message")
+                or event.get("reason")
+                or (f"step {event['step']}" if "step" in event else "")
+            )
             self.notes = [*self.notes[-9:], f"{kind} {text}".strip()]
         elif kind == "finished":
             self.finished = True
