@@ -221,12 +221,14 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         report = _stopped(attempt, stopped, base)
         report.save()
         emit_end(report)
+        if isinstance(stopped, TrainingFailed):
+            raise _failure(report) from None
         raise
     report = _report(attempt, outcome, base)
     report.save()
     emit_end(report)
     if report.state != "completed":
-        raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
+        raise _failure(report)
     logger.info("Model: %s", report.model)
     return report
 
@@ -239,6 +241,10 @@ def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> Tr
         found["problems"] += warn_of_exit(outcome.receipt)
         return TrainReport(state="completed", **found)
     return _failed(_verdict(attempt, outcome.receipt), found)
+
+
+def _failure(report: TrainReport) -> TrainingFailed:
+    return TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
 
 
 def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
