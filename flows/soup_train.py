@@ -21,6 +21,7 @@ from soup_flows.spec import (
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
+    RecoverySettings,
     TrainingSettings,
 )
 
@@ -41,6 +42,7 @@ def soup_train(
     training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
+    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
 ) -> TrainReport:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""

@@ -22,6 +22,7 @@ from soup_flows.spec import (
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
+    RecoverySettings,
     TrainingSettings,
     TrainingSpec,
     parse_spec,
@@ -52,6 +53,7 @@ def soup_train(
     training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
+    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
 ) -> TrainReport:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
@@ -72,6 +74,7 @@ def soup_train(
         training: How the model is trained.
         lora: Adapter settings, for training.method=lora.
         data: What the rows mean and how long they may be.
+        recovery: What is saved on the way, what a run goes on from, and what happens after a failure.
         launcher: How the processes are started, watched and stopped.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def save_model(trainer: Any, folder: Path) -> None:
     The folder is written under another name and renamed when it is complete.
     """
     beside = folder.with_name(f".{folder.name}.tmp")
+    if trainer.is_world_process_zero():
+        shutil.rmtree(beside, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(beside))
     if trainer.is_world_process_zero():
         # A pickle of the arguments: nobody should have to unpickle anything to use the model.
@@ -79,6 +83,10 @@ def save_model(trainer: Any, folder: Path) -> None:
             values = json.loads(config.read_text())
             values["use_cache"] = True
             config.write_text(json.dumps(values, indent=2) + "\n")
+        if folder.exists():  # an attempt before was killed between this and its result
+            old = folder.with_name(f".{folder.name}.old")
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
         beside.rename(folder)
     trainer.accelerator.wait_for_everyone()
 
