@@ -16,13 +16,14 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page
+from soup_flows.pages import attempts_page, report_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+ATTEMPTS_KEY = "soup-train-attempts"
 
 
 class RunConfig(BaseModel):
@@ -46,6 +47,16 @@ def save_run_config(config: RunConfig) -> None:
 def save_report(report: TrainReport) -> None:
     """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
     _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+
+
+def save_attempts(report: TrainReport, decision: str = "") -> None:
+    """Keep the ledger as the markdown artifact `soup-train-attempts`, with what was decided after the last one."""
+    _create(
+        ATTEMPTS_KEY,
+        "markdown",
+        attempts_page(report, decision),
+        "Every attempt, why it ended, what it cost.",
+    )
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
 
-from soup_flows.artifacts import RunConfig, save_report, save_run_config
+from soup_flows.artifacts import RunConfig, save_attempts, save_report, save_run_config
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed
+from soup_flows.ledger import Change
 from soup_flows.paths import RunPaths
+from soup_flows.recovery import begin, check_restarts, decide, move_weights, reconcile, wait
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
     DataSettings,
@@ -88,25 +90,54 @@ def soup_train(
 
 
 def run_training(values: Mapping[str, Any]) -> TrainReport:
-    """Run the five tasks with `values` as the spec; see `soup_train`."""
+    """Run the five tasks with `values` as the spec, again after failures that another attempt may survive.
+
+    See `soup_train` for the values. Each attempt is a task run of its own, with its number in its name;
+    Prefect's own retries stay at 0, so that nothing is multiplied.
+    """
     run_id = runtime.flow_run.id or str(uuid4())
     try:
         spec = resolve_demo(parse_spec(values))
+        paths = RunPaths.of(spec.output_dir, run_id)
+        spec, finished = begin(spec, paths)
+        if finished is not None:
+            get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
+            save_report(finished)
+            return finished
         hardware = detect_hardware(spec.device, [spec.output_dir])
-        plan = resolve_sharding_config(spec, hardware)
-        problems = validate_strategy(spec, hardware, plan)
+        rows = reconcile(paths, spec.recovery)
+        check_restarts(rows, spec.recovery, paths.root)
+        change = rows[-1].change if rows else Change()
+        plan = resolve_sharding_config(change.apply(spec), hardware)
+        problems = validate_strategy(change.apply(spec), hardware, plan)
+        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
-    launch = write_temp_config(spec, hardware, plan, run_id)
-    save_run_config(RunConfig(spec=spec, hardware=hardware, plan=plan, launch=launch))
-    try:
-        report = launch_distributed_train(launch, problems)
-    except TrainingFailed as failed:
-        save_report(TrainReport.load(failed.run_dir))
-        raise
-    save_report(report)
-    return report
+    while True:
+        save_run_config(RunConfig(spec=change.apply(spec), hardware=hardware, plan=plan, launch=launch))
+        attempt = launch_distributed_train.with_options(
+            task_run_name=f"launch distributed train, attempt {launch.attempt}"
+        )
+        try:
+            report = attempt(launch, problems, change)
+        except TrainingFailed as failed:
+            report = TrainReport.load(failed.run_dir)
+            decision = decide(spec.recovery, plan, report.ledger)
+            save_attempts(report, decision.reason)
+            get_run_logger().warning("Attempt %d: %s", launch.attempt, decision.reason)
+            if not decision.retry or report.state == "cancelled" or wait(decision.wait_s, paths):
+                save_report(report)
+                raise
+        else:
+            save_attempts(report)
+            save_report(report)
+            return report
+        if decision.change.strategy != change.strategy:
+            decision = move_weights(paths, decision, report.total_steps)
+        change = decision.change
+        plan = resolve_sharding_config(change.apply(spec), hardware)
+        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
 
 
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:

@@ -96,7 +96,10 @@ def missing(manifest: Manifest) -> list[str]:
     """
     names, world = manifest.files, manifest.world_size
     ranks = range(world)
-    wanted = ["trainer_state.json", *(["rng_state.pth"] if world == 1 else [f"rng_state_{r}.pth" for r in ranks])]
+    wanted = [
+        "trainer_state.json",
+        *(["rng_state.pth"] if world == 1 else [f"rng_state_{r}.pth" for r in ranks]),
+    ]
     weights = "adapter_model.safetensors" if manifest.adapters else "model.safetensors"
     if weights not in names and "model.safetensors.index.json" not in names:
         wanted.append(weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from soup_flows.checkpoints import list_checkpoints, newest_good, set_aside, verify
 from soup_flows.data.reading import list_files
 from soup_flows.errors import Problem, Refused, nearest, refuse
+from soup_flows.ledger import Change
 from soup_flows.manifest import MANIFEST, Manifest, library_versions, read_manifest
 from soup_flows.paths import RunPaths
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
+
+Note = Callable[[Path, list[str]], None]
 
 FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "gpus", "device", "deepspeed", "fsdp",
                          "deepspeed_config", "strategy", "nvme_path", "trust_remote_code", "dataset"})  # fmt: skip
@@ -50,6 +54,8 @@ class Orders(BaseModel):
     skip_steps: tuple[int, ...] = ()
     """Optimizer steps whose rows are left out."""
     data_hash: str | None = None
+    work_hash: str | None = None
+    """Equal for runs that do the same work; see `work_hash`."""
     set_aside: tuple[str, ...] = ()
     """Checkpoints that did not verify: where each is now, and why."""
 
@@ -114,8 +120,12 @@ def check_resume(
     """
     problems = [*_strategy_fits(manifest, plan), *_settings_fit(manifest, plan, spec)]
     if content is not None and manifest.data_hash is not None and content != manifest.data_hash:
-        message = "the content of the data set has changed since the checkpoint, so rows would come twice or never"
-        problems.append(_problem("RES005", "error", "dataset", message, manifest, "Trainer skips by position"))
+        message = (
+            "the content of the data set has changed since the checkpoint, so rows would come twice or never"
+        )
+        problems.append(
+            _problem("RES005", "error", "dataset", message, manifest, "Trainer skips by position")
+        )
     versions = library_versions()
     other = [f"{n} {v} -> {versions[n]}" for n, v in manifest.versions.items() if versions.get(n, v) != v]
     if other:
@@ -129,7 +139,9 @@ def _strategy_fits(manifest: Manifest, plan: ShardingPlan) -> list[Problem]:
     same = saved == now or any({saved, now} <= group for group in SAME_STATE) or (saved, now) in ONE_WAY
     if not same:
         message = f"saved under {saved}, and {now} cannot read that optimizer state"
-        source = "MakazhanAlpamys/Soup; deepspeed 0.19.8 and transformers 5.24 fail, or start the optimizer over"
+        source = (
+            "MakazhanAlpamys/Soup; deepspeed 0.19.8 and transformers 5.24 fail, or start the optimizer over"
+        )
         return [_problem("RES002", "error", "strategy", message, manifest, source)]
     if manifest.world_size == plan.world_size:
         return []
@@ -139,7 +151,9 @@ def _strategy_fits(manifest: Manifest, plan: ShardingPlan) -> list[Problem]:
         source = "deepspeed 0.19.8 runtime/engine.py, ZeRORuntimeException"
         return [_problem("RES001", "error", "gpus", message, manifest, source)]
     message = f"{change}: losses agree to about 1e-7, dropout draws other numbers"
-    return [_problem("RES003", "warning", "gpus", message, manifest, "tried with real runs, 4 -> 2 and 2 -> 4")]
+    return [
+        _problem("RES003", "warning", "gpus", message, manifest, "tried with real runs, 4 -> 2 and 2 -> 4")
+    ]
 
 
 def _settings_fit(manifest: Manifest, plan: ShardingPlan, spec: TrainingSpec) -> list[Problem]:
@@ -151,9 +165,13 @@ def _settings_fit(manifest: Manifest, plan: ShardingPlan, spec: TrainingSpec) ->
         before = saved.get(name, defaults.get(name))
         if before == value:
             continue
-        message = f"is {value!r} now and was {before!r} when the checkpoint was saved; the saved state would win"
+        message = (
+            f"is {value!r} now and was {before!r} when the checkpoint was saved; the saved state would win"
+        )
         problems.append(
-            _problem("RES004", "error", name, message, manifest, "transformers 5.24, Trainer: state is loaded last")
+            _problem(
+                "RES004", "error", name, message, manifest, "transformers 5.24, Trainer: state is loaded last"
+            )
         )
     return problems
 
@@ -182,7 +200,9 @@ def _problem(rule: str, severity: Any, field: str, message: str, manifest: Manif
 # -- where does a run start? -----------------------------------------------------------------------
 
 
-def find_start(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, max_step: int | None = None) -> Orders:
+def find_start(
+    spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, change: Change | None = None
+) -> Orders:
     """Decide what the next attempt of a run starts from.
 
     The run's own newest good checkpoint comes first; without one, what `recovery.resume` names. `never` always
@@ -192,39 +212,61 @@ def find_start(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, max_step
         spec: what is asked.
         plan: what would run.
         paths: the run's files.
-        max_step: the newest step to resume from.
+        change: what earlier attempts changed.
 
     Raises:
         Refused: for a checkpoint that does not fit or does not verify, or a name that is not there.
     """
-    content = data_hash(spec)
+    change = change or Change()
     moved: list[str] = []
 
     def note(folder: Path, reasons: list[str]) -> None:
         moved.append(f"{folder}: {'; '.join(reasons)}")
+        logger.warning("Set aside %s", moved[-1])
 
-    asked = spec.recovery.resume
-    if asked == "never":
-        for folder in list_checkpoints(paths.checkpoints):
-            note(set_aside(folder, ["recovery.resume is never"]), ["recovery.resume is never"])
-        return Orders(data_hash=content, set_aside=tuple(moved))
-    found = newest_good(paths.checkpoints, run_id=paths.root.name, max_step=max_step, on_broken=note)
-    if found is None and asked != "auto":
-        found = _named(asked, spec, note)
-    for line in moved:
-        logger.warning("Set aside %s", line)
+    content = data_hash(spec)
+    found, weights_only = _choose(spec, paths, change, note)
+    orders = Orders(
+        checkpoint=str(found) if found else None,
+        weights_only=weights_only,
+        learning_rate_scale=change.learning_rate_scale,
+        skip_steps=change.skip_steps,
+        data_hash=content,
+        work_hash=work_hash(spec, content),
+        set_aside=tuple(moved),
+    )
     if found is None:
-        return Orders(data_hash=content, set_aside=tuple(moved))
+        return orders
     manifest = read_manifest(found)
-    problems = check_resume(manifest, plan, spec, content)
+    problems = [] if weights_only else check_resume(manifest, plan, spec, content)
     for problem in problems:
         logger.warning("%s: %s", found.name, problem)
     if any(problem.severity == "error" for problem in problems):
         raise Refused(problems)
-    return Orders(checkpoint=str(found), step=manifest.step, data_hash=content, set_aside=tuple(moved))
+    return orders.model_copy(update={"step": manifest.step})
 
 
-def _named(asked: str, spec: TrainingSpec, note: Any) -> Path:
+def _choose(spec: TrainingSpec, paths: RunPaths, change: Change, note: Note) -> tuple[Path | None, bool]:
+    """Return the checkpoint to start from, and whether its weights alone are taken."""
+    asked = spec.recovery.resume
+    if asked == "never":
+        for folder in list_checkpoints(paths.checkpoints):
+            reasons = ["recovery.resume is never"]
+            note(set_aside(folder, reasons), reasons)
+        return None, False
+    run_id = paths.root.name
+    found = newest_good(paths.checkpoints, run_id=run_id, max_step=change.max_step, on_broken=note)
+    if found is not None:
+        return found, False
+    if change.weights is not None:
+        reasons = verify(Path(change.weights))
+        if reasons:
+            raise refuse("RES011", "recovery.on_oom", f"{change.weights} is broken: {'; '.join(reasons)}")
+        return Path(change.weights), True
+    return (None if asked == "auto" else _named(asked, spec, note)), False
+
+
+def _named(asked: str, spec: TrainingSpec, note: Note) -> Path:
     """Return the checkpoint that a run id or a path stands for."""
     run = RunPaths.of(spec.output_dir, asked).root
     folder = run if "/" not in asked and run.is_dir() else Path(asked).expanduser().absolute()
@@ -243,6 +285,9 @@ def _named(asked: str, spec: TrainingSpec, note: Any) -> Path:
     found = newest_good(inner, on_broken=note)
     if found is None:
         raise refuse(
-            "RES012", "recovery.resume", f"{folder} holds no checkpoint that verifies", "use recovery.resume=never"
+            "RES012",
+            "recovery.resume",
+            f"{folder} holds no checkpoint that verifies",
+            "use recovery.resume=never",
         )
     return found

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,14 @@ from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.run import Outcome, run
-from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import RunState, TrainReport, read_attempt
+from soup_flows.ledger import Change, append, read_ledger
+from soup_flows.paths import RunPaths, write_atomic, write_json
+from soup_flows.recovery import attempt_row
+from soup_flows.report import RunState, TrainReport, read_run
+from soup_flows.resume import find_start
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
+from soup_flows.stop import requested
 from soup_flows.validation import count_rows, validate
 
 WATCH_EVERY_S = 10.0
@@ -103,9 +108,13 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
 
 @task(name="write temp config", cache_policy=NO_CACHE)
 def write_temp_config(
-    spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, run_id: str | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    run_id: str | None = None,
+    change: Change | None = None,
 ) -> LaunchPlan:
-    """Write the run directory and the config file that the ranks read.
+    """Write the run directory and the config file that the ranks read, and choose the checkpoint to start from.
 
     The temporary config has mode 0600 and is removed when the attempt ends; a copy stays in the run directory.
 
@@ -114,16 +123,23 @@ def write_temp_config(
         hardware: the machine.
         plan: the resolved plan.
         run_id: name of the run directory; the flow run's id when empty, else a new one.
+        change: how a retry differs from what was asked; `spec` and `plan` have it already.
+
+    Raises:
+        Refused: if the checkpoint to resume from is not there, broken, or does not fit.
     """
     paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
+    orders = find_start(spec, plan, paths, change)
+    paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
     config_path = _write_config(spec, plan, paths)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
+    write_atomic(paths.orders, orders.model_dump_json(indent=2))
     launch = build_launch_plan(
         paths=paths,
         run_id=paths.root.name,
@@ -138,6 +154,11 @@ def write_temp_config(
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     _logger().info("Run directory: %s", paths.root)
+    for line in orders.set_aside:
+        _logger().warning("Checkpoint set aside: %s", line)
+    if orders.checkpoint:
+        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
+        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
     return launch
 
 
@@ -161,12 +182,15 @@ def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
 
 
 @task(name="launch distributed train", cache_policy=NO_CACHE)
-def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = ()) -> TrainReport:
+def launch_distributed_train(
+    launch: LaunchPlan, problems: Sequence[Problem] = (), change: Change | None = None
+) -> TrainReport:
     """Start the ranks, watch them, and end with nothing left behind, however this ends.
 
     Args:
         launch: what `write temp config` returned.
         problems: the warnings of `validate strategy`, kept in the report.
+        change: how this attempt differs from what was asked, kept in the ledger.
 
     Returns:
         The report; it is in the run directory as `report.json` too, also when this raises.
@@ -177,7 +201,6 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
     paths = RunPaths(Path(launch.run_dir))
     logger = _logger()
     plan = ShardingPlan.model_validate_json(paths.plan.read_bytes())
-    attempt = paths.attempt(launch.attempt)
     base: dict[str, Any] = {
         "run_id": launch.run_id,
         "run_dir": launch.run_dir,
@@ -185,39 +208,76 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         "problems": tuple(problems),
         "attempts": launch.attempt,
     }
+    begun = time.time()
     try:
-        with _own_run_watch() as should_stop:
+        with _reasons_to_stop(paths) as should_stop:
             outcome = run(
                 launch,
                 on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
                 should_stop=should_stop,
             )
     except BaseException as stopped:
-        TrainReport(
-            state="cancelled",
-            failure_class="cancelled",
-            cause=f"stopped by {type(stopped).__name__}",
-            **base,
-            **read_attempt(attempt),
-        ).save()
+        found = base | read_run(paths, launch.attempt) | {"seconds": time.time() - begun}
+        cause = f"stopped by {type(stopped).__name__}; {_where_stopped(found)}"
+        cancelled = TrainReport(state="cancelled", failure_class="cancelled", cause=cause, **found)
+        _record(paths, launch.attempt, cancelled, begun, change)
         raise
-    report = _report(attempt, outcome, base)
-    report.save()
+    report = _record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
     if report.state != "completed":
         raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
     logger.info("Model: %s", report.model)
     return report
 
 
-def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
+def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
     """Judge the attempt by what it wrote, never by an exit code alone."""
-    found = base | read_attempt(attempt) | {"seconds": outcome.seconds}
+    found = base | read_run(paths, number) | {"seconds": outcome.seconds}
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
         return TrainReport(state="completed", **found)
-    failure_class, cause, advice = classify(attempt, outcome.receipt)
+    stopped = found.get("stopped_at")
+    if stopped is not None and outcome.reason == "exited":
+        advice = f"Go on with recovery.resume={paths.root.name}."
+        cause = f"stopped on request; {stopped}"
+        return TrainReport(state="cancelled", failure_class="cancelled", cause=cause, advice=advice, **found)
+    failure_class, cause, advice = classify(paths.attempt(number), outcome.receipt)
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
+    if state == "cancelled":
+        cause = f"{cause}; {_where_stopped(found)}"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
+
+
+def _where_stopped(found: dict[str, Any]) -> str:
+    """Say whether a stopped attempt was saved, and what it can go on from."""
+    if found.get("stopped_at") is not None:
+        return str(found["stopped_at"])
+    saved = [checkpoint.step for checkpoint in found["checkpoints"]] or [found.get("started_from", 0)]
+    return f"not saved, last good step: {saved[-1]}"
+
+
+def _record(
+    paths: RunPaths, number: int, report: TrainReport, begun: float, change: Change | None
+) -> TrainReport:
+    """Write the ledger's line and the report, which holds the ledger."""
+    spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
+    world = report.plan.world_size if report.plan else 1
+    row = attempt_row(paths, number, report, begun, change or Change(), spec.recovery, world)
+    append(paths.attempts, row)
+    report = report.model_copy(update={"ledger": read_ledger(paths.attempts)})
+    report.save()
+    return report
+
+
+@contextlib.contextmanager
+def _reasons_to_stop(paths: RunPaths) -> Iterator[Callable[[], str | None]]:
+    """Watch the server and the run directory; yields what `run` asks about once a second."""
+
+    def asked() -> str | None:
+        request = requested(paths)
+        return "on request" if request is not None and not request.get("save") else None
+
+    with _own_run_watch() as server_says:
+        yield lambda: server_says() or asked()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ class Checkpointer(TrainerCallback):
         self.last_saved: int | None = None if orders.weights_only or not orders.checkpoint else orders.step
         self.stopped: int = NO
         self.last: dict[str, float] = {}
+        self.finite = True
+        """Whether the last gradient was: after one that was not, the weights may hold NaN."""
         self.saved_bytes = 0
         self.save_s = 0.0
         self.before: Manifest | None = None
@@ -79,7 +82,9 @@ class Checkpointer(TrainerCallback):
         self.listener.needed_s = self.predicted_s()
         self.listener.start()
         if self.last_saved is not None and state.global_step != self.orders.step:
-            raise RuntimeError(f"resumed at step {state.global_step}, the checkpoint is of {self.orders.step}")
+            raise RuntimeError(
+                f"resumed at step {state.global_step}, the checkpoint is of {self.orders.step}"
+            )
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree on stopping and saving; the last step is saved as the final model instead."""
@@ -97,6 +102,7 @@ class Checkpointer(TrainerCallback):
         """Keep the last numbers; those of the first step after a resume are its proof."""
         if "loss" not in logs:
             return
+        self.finite = math.isfinite(logs.get("grad_norm", 0.0))
         self.last = {k: logs[k] for k in ("loss", "learning_rate") if isinstance(logs.get(k), int | float)}
         if self.before is not None and self.job.is_main:
             self.job.events.write(
@@ -193,6 +199,8 @@ class Checkpointer(TrainerCallback):
         """Make an empty staging folder where there is room; rank 0 does."""
         if not self.job.is_main:
             return
+        if not self.finite:
+            raise ValueError("the gradient of this step is not finite")
         shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True, mode=0o700)
         free, needed = shutil.disk_usage(self.staging).free, self._needed_bytes()

@@ -18,7 +18,9 @@ class SaveLied(RuntimeError):
     """What is on disk is not what was trained."""
 
     failure_class = "proof_failed"
-    advice = "Do not use this checkpoint. Keep the run's folder and report it: a library saved something else."
+    advice = (
+        "Do not use this checkpoint. Keep the run's folder and report it: a library saved something else."
+    )
 
 
 def compare_saved(folder: Path, model: Any, state: dict[str, torch.Tensor] | None, trained: bool) -> None:

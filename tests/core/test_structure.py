@@ -36,7 +36,14 @@ CORE = (
     "proof",
     "validation",
     "launch",
+    "ledger",
+    "safetensors_header",
+    "manifest",
+    "checkpoints",
+    "resume",
     "report",
+    "recovery",
+    "stop",
     "pages",
 )
 SHELL = {"tasks", "flows", "artifacts", "blocks", "cli"}
