@@ -41,7 +41,7 @@ STACKS_S = 2.0
 """Seconds the ranks get to write their stacks before a stalled run is stopped."""
 UNKILLABLE_S = 5.0
 """Seconds from the first SIGKILL until a process that is still there (stuck in a driver) is a survivor."""
-SAVING_REASONS = ("signal", "stopped", "holder_gone", "timeout")
+SAVING_REASONS = ("signal", "stopped", "preempted", "holder_gone", "timeout")
 """Ends in which the ranks are well and may save a checkpoint first."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

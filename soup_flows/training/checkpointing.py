@@ -267,7 +267,7 @@ class SavingTrainer(Trainer):
 
     checkpointer: Checkpointer
 
-    def _get_output_dir(self, _trial: Any) -> str:
+    def _get_output_dir(self, trial: Any) -> str:  # noqa: ARG002 (called by name)
         return str(self.checkpointer.staging)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
