@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from soup_flows.report import TrainReport
 from soup_flows.spec import TrainingSpec, parse_spec
 
 STEPS, EVERY = 8, 2
-FORKING = Path(__file__).with_name("forking.py")
+HERE = Path(__file__).parent
 Watch = Callable[["Case", LaunchPlan], None]
 
 
@@ -38,7 +41,8 @@ class Case:
 
     spec: TrainingSpec
     run_id: str = "run"
-    elastic: bool = False
+    zygote: Path | None = None
+    """Socket of the process that forks the ranks; torch elastic starts them when None."""
     reports: list[TrainReport] = field(default_factory=list)
 
     @property
@@ -52,8 +56,9 @@ class Case:
         plan = tasks.resolve_sharding_config.fn(spec, hardware)
         problems = tasks.validate_strategy.fn(spec, hardware, plan)
         launch = tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, change)
-        if not self.elastic:
-            argv = (sys.executable, str(FORKING), str(plan.world_size), str(self.paths.root))
+        if self.zygote is not None:
+            argv = (sys.executable, "-I", "-S", str(HERE / "zygote_launcher.py"), str(self.zygote))
+            argv = (*argv, str(plan.world_size), str(self.paths.root))
             launch = launch.model_copy(update={"argv": argv})
         if watch is not None:
             threading.Thread(target=watch, args=(self, launch), daemon=True).start()
@@ -137,7 +142,26 @@ Maker = Callable[..., Case]
 
 
 @pytest.fixture(scope="session")
-def case(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Maker:
+def zygote() -> Iterator[Path]:
+    """A process that has imported the training stack."""
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "zygote"
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "DS_ACCELERATOR": "cpu"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen([sys.executable, str(HERE / "zygote.py"), str(path)], env=environment)
+    while not path.exists():
+        assert process.poll() is None, "the zygote ended"
+        time.sleep(0.1)
+    yield path
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def case(
+    parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, zygote: Path
+) -> Maker:
     """Return a new case: a run of 8 steps that saves every second one."""
 
     def make(preset: str = "ddp", *, elastic: bool = False, run_id: str = "run", **changes: Any) -> Case:
@@ -146,7 +170,7 @@ def case(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.Tem
         values["recovery"] = {"save_steps": EVERY, "backoff_s": 0}
         for name, value in changes.items():
             values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-        return Case(parse_spec(values), run_id, elastic)
+        return Case(parse_spec(values), run_id, None if elastic else zygote)
 
     return make
 
