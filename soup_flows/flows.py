@@ -9,11 +9,12 @@ from uuid import uuid4
 from prefect import flow, get_run_logger, runtime
 
 from soup_flows.artifacts import RunConfig, save_attempts, save_report, save_run_config
+from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.ledger import Change
 from soup_flows.paths import RunPaths
-from soup_flows.recovery import begin, check_restarts, decide, move_weights, reconcile, wait
+from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
     DataSettings,

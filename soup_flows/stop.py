@@ -51,3 +51,9 @@ def requested(paths: RunPaths) -> dict[str, Any] | None:
         value = json.loads(paths.stop_request.read_text())
         return value if isinstance(value, dict) else None
     return None
+
+
+def asked_to_stop(paths: RunPaths) -> str | None:
+    """Return why the flow should stop a run now; with `save` the ranks see to it themselves."""
+    request = requested(paths)
+    return "on request" if request is not None and not request.get("save") else None

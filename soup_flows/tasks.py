@@ -21,20 +21,20 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from soup_flows.attempts import record, where_stopped
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.run import Outcome, run
-from soup_flows.ledger import Change, append, read_ledger
+from soup_flows.ledger import Change
 from soup_flows.paths import RunPaths, write_atomic, write_json
-from soup_flows.recovery import attempt_row
 from soup_flows.report import RunState, TrainReport, read_run
 from soup_flows.resume import find_start
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
-from soup_flows.stop import requested
+from soup_flows.stop import asked_to_stop
 from soup_flows.validation import count_rows, validate
 
 WATCH_EVERY_S = 10.0
@@ -210,19 +210,19 @@ def launch_distributed_train(
     }
     begun = time.time()
     try:
-        with _reasons_to_stop(paths) as should_stop:
+        with _own_run_watch() as server_says:
             outcome = run(
                 launch,
                 on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-                should_stop=should_stop,
+                should_stop=lambda: server_says() or asked_to_stop(paths),
             )
     except BaseException as stopped:
         found = base | read_run(paths, launch.attempt) | {"seconds": time.time() - begun}
-        cause = f"stopped by {type(stopped).__name__}; {_where_stopped(found)}"
+        cause = f"stopped by {type(stopped).__name__}; {where_stopped(found)}"
         cancelled = TrainReport(state="cancelled", failure_class="cancelled", cause=cause, **found)
-        _record(paths, launch.attempt, cancelled, begun, change)
+        record(paths, launch.attempt, cancelled, begun, change)
         raise
-    report = _record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
+    report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
     if report.state != "completed":
         raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
     logger.info("Model: %s", report.model)
@@ -243,41 +243,8 @@ def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]
     failure_class, cause, advice = classify(paths.attempt(number), outcome.receipt)
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     if state == "cancelled":
-        cause = f"{cause}; {_where_stopped(found)}"
+        cause = f"{cause}; {where_stopped(found)}"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
-
-
-def _where_stopped(found: dict[str, Any]) -> str:
-    """Say whether a stopped attempt was saved, and what it can go on from."""
-    if found.get("stopped_at") is not None:
-        return str(found["stopped_at"])
-    saved = [checkpoint.step for checkpoint in found["checkpoints"]] or [found.get("started_from", 0)]
-    return f"not saved, last good step: {saved[-1]}"
-
-
-def _record(
-    paths: RunPaths, number: int, report: TrainReport, begun: float, change: Change | None
-) -> TrainReport:
-    """Write the ledger's line and the report, which holds the ledger."""
-    spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
-    world = report.plan.world_size if report.plan else 1
-    row = attempt_row(paths, number, report, begun, change or Change(), spec.recovery, world)
-    append(paths.attempts, row)
-    report = report.model_copy(update={"ledger": read_ledger(paths.attempts)})
-    report.save()
-    return report
-
-
-@contextlib.contextmanager
-def _reasons_to_stop(paths: RunPaths) -> Iterator[Callable[[], str | None]]:
-    """Watch the server and the run directory; yields what `run` asks about once a second."""
-
-    def asked() -> str | None:
-        request = requested(paths)
-        return "on request" if request is not None and not request.get("save") else None
-
-    with _own_run_watch() as server_says:
-        yield lambda: server_says() or asked()
 
 
 @contextlib.contextmanager

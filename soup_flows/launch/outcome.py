@@ -23,7 +23,11 @@ from soup_flows.launch.proc import signal_name
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
-PEER_GONE = ("connection closed by peer", "connection reset by peer", "remote process exited or there was a network")
+PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "remote process exited or there was a network",
+)
 """What gloo (transport/tcp/pair.cc) and NCCL (src/misc/socket.cc, ncclRemoteError) say of a rank that is gone."""
 
 

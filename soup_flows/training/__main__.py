@@ -20,7 +20,9 @@ def main() -> int:
         train(Path(sys.argv[1]), attempt_dir)
     except BaseException as error:
         rank.write_error(error)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what is torn down now may wait for ranks that are gone
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # what is torn down now may wait for ranks that are gone
         raise
     finally:
         _leave_group()

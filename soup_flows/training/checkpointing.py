@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from soup_flows import checkpoints
 from soup_flows.launch import layout, rank
 from soup_flows.manifest import Manifest, library_versions, read_manifest
 from soup_flows.resume import Orders, digest, identity
-from soup_flows.training.saved import compare_saved
+from soup_flows.training.saving import recording_failed_writes
 from soup_flows.training.stopping import StopListener
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Checkpointer(TrainerCallback):
         self._attempt(self._prepare)
         if self._all_good():
             self.saving = True
-            with _recording_failed_writes(self.errors):
+            with recording_failed_writes(self.errors):
                 self._attempt(write)
             self.saving = False
         if self._all_good() and self.job.is_main:
@@ -260,51 +260,6 @@ class Checkpointer(TrainerCallback):
             seconds=time.monotonic() - begun,
             removed=removed,
         )
-
-
-class SavingTrainer(Trainer):
-    """A `Trainer` whose checkpoints are written through a `Checkpointer`, and whose saves are read back."""
-
-    checkpointer: Checkpointer
-
-    def _get_output_dir(self, trial: Any) -> str:  # noqa: ARG002 (called by name)
-        return str(self.checkpointer.staging)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.checkpointer.save(lambda: super(SavingTrainer, self)._save_checkpoint(model, trial))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the gathered model on rank 0 and compare it; the last thing that Trainer does in a save."""
-        try:
-            super()._save(output_dir, state_dict)
-            if self.args.should_save and output_dir is not None and state_dict != {}:
-                compare_saved(Path(output_dir), self.model, state_dict, self.state.global_step >= 2)
-        except (OSError, SafetensorError) as error:
-            if not self.checkpointer.saving:
-                raise
-            self.checkpointer.errors.append(str(error))
-
-
-@contextlib.contextmanager
-def _recording_failed_writes(errors: list[str]) -> Iterator[None]:
-    """Keep a full disk from raising in the middle of a save on one rank, where the others would wait for ever.
-
-    DeepSpeed and accelerate write with `torch.save` between collectives; a write that fails is recorded, all
-    ranks go through the rest of the save, and then agree that it failed.
-    """
-    real = torch.save
-
-    def save(*args: Any, **kwargs: Any) -> None:
-        try:
-            real(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # RuntimeError: what torch's zip writer raises (ENOSPC)
-            errors.append(str(error))
-
-    torch.save = save
-    try:
-        yield
-    finally:
-        torch.save = real
 
 
 def _scale_learning_rate(trainer: Any, factor: float) -> None:

@@ -21,7 +21,7 @@ from soup_flows.training.batches import (
     eval_batches,
     flatten,
 )
-from soup_flows.training.checkpointing import SavingTrainer
+from soup_flows.training.saving import SavingTrainer
 
 
 class SoupTrainer(SavingTrainer):

@@ -35,8 +35,7 @@ def problems(tmp_path: Path, saved: dict[str, Any], now: dict[str, Any]) -> list
 @pytest.mark.parametrize("now", PRESETS)
 @pytest.mark.parametrize("saved", ["single", "ddp", "zero1", "zero2", "zero3", "full_shard", "shard_grad"])
 def test_strategy_matrix(tmp_path: Path, saved: str, now: str) -> None:
-    files = PRESETS[saved] if saved in ("single", "ddp") else PRESETS[saved]
-    found = problems(tmp_path, files, PRESETS[now])
+    found = problems(tmp_path, PRESETS[saved], PRESETS[now])
     if saved == now or (saved, now) in EXACT:
         assert found == []
     elif (saved, now) in WITH_WARNING:
@@ -46,7 +45,8 @@ def test_strategy_matrix(tmp_path: Path, saved: str, now: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "severity"), [("ddp", "warning"), ("full_shard", "warning"), ("zero2", "error"), ("zero3", "error")]
+    ("preset", "severity"),
+    [("ddp", "warning"), ("full_shard", "warning"), ("zero2", "error"), ("zero3", "error")],
 )
 def test_other_world_size(tmp_path: Path, preset: str, severity: str) -> None:
     ((_, found, field),) = problems(tmp_path, PRESETS[preset], {**PRESETS[preset], "gpus": 4})

@@ -42,6 +42,7 @@ CORE = (
     "checkpoints",
     "resume",
     "report",
+    "attempts",
     "recovery",
     "stop",
     "pages",

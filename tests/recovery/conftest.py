@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +22,12 @@ import pytest
 from safetensors.torch import load_file
 
 from soup_flows import tasks
+from soup_flows.attempts import reconcile
 from soup_flows.errors import TrainingFailed
 from soup_flows.launch.events import tail_events
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
 from soup_flows.paths import RunPaths
-from soup_flows.recovery import reconcile
 from soup_flows.report import TrainReport
 from soup_flows.spec import TrainingSpec, parse_spec
 
@@ -40,9 +41,9 @@ class Case:
     """One run directory and what was asked of it."""
 
     spec: TrainingSpec
-    run_id: str = "run"
-    zygote: Path | None = None
-    """Socket of the process that forks the ranks; torch elastic starts them when None."""
+    zygote: Path
+    """Socket of the process that forks the ranks."""
+    run_id: str = field(default_factory=lambda: f"test-{uuid.uuid4().hex[:12]}")
     reports: list[TrainReport] = field(default_factory=list)
 
     @property
@@ -56,10 +57,7 @@ class Case:
         plan = tasks.resolve_sharding_config.fn(spec, hardware)
         problems = tasks.validate_strategy.fn(spec, hardware, plan)
         launch = tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, change)
-        if self.zygote is not None:
-            argv = (sys.executable, "-I", "-S", str(HERE / "zygote_launcher.py"), str(self.zygote))
-            argv = (*argv, str(plan.world_size), str(self.paths.root))
-            launch = launch.model_copy(update={"argv": argv})
+        launch = forked(launch, self.zygote)
         if watch is not None:
             threading.Thread(target=watch, args=(self, launch), daemon=True).start()
         try:
@@ -71,6 +69,12 @@ class Case:
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.paths.checkpoints.glob("checkpoint-*"))
+
+
+def forked(launch: LaunchPlan, zygote: Path) -> LaunchPlan:
+    """Return the launch with ranks that are forked from `zygote`, instead of torch elastic's."""
+    argv = (sys.executable, "-I", "-S", str(HERE / "zygote_launcher.py"), str(zygote))
+    return launch.model_copy(update={"argv": (*argv, str(launch.nproc_per_node), launch.run_dir)})
 
 
 def losses(report: TrainReport) -> list[tuple[int, float | None]]:
@@ -164,13 +168,13 @@ def case(
 ) -> Maker:
     """Return a new case: a run of 8 steps that saves every second one."""
 
-    def make(preset: str = "ddp", *, elastic: bool = False, run_id: str = "run", **changes: Any) -> Case:
+    def make(preset: str = "ddp", **changes: Any) -> Case:
         values = parameters(preset, tmp_path_factory.mktemp("recovery"), max_steps=STEPS)
         values["data"] = {"max_length": 96}
         values["recovery"] = {"save_steps": EVERY, "backoff_s": 0}
         for name, value in changes.items():
             values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
-        return Case(parse_spec(values), run_id, None if elastic else zygote)
+        return Case(parse_spec(values), zygote)
 
     return make
 
