@@ -137,8 +137,12 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         if decision.change.strategy != change.strategy:
             decision = move_weights(paths, decision, report.total_steps)
         change = decision.change
-        plan = resolve_sharding_config(change.apply(spec), hardware)
-        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
+        try:
+            plan = resolve_sharding_config(change.apply(spec), hardware)
+            launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
+        except Refused:  # the attempt before it is what ended the run
+            save_report(report)
+            raise
 
 
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:
