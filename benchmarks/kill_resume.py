@@ -51,6 +51,7 @@ def make_spec(preset: str, folder: Path, steps: int = STEPS) -> TrainingSpec:
     few.write_text("\n".join(lines) + "\n", encoding="utf-8")
     values = demo_parameters(preset, folder)
     values |= {"model": str(model), "dataset": str(few), "recovery": {"save_steps": SAVE_STEPS}}
+    values["validation"] = {"deep": False}
     values["training"] |= {"max_steps": steps}
     values["data"] = {"max_length": 96}
     return parse_spec(values)

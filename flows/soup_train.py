@@ -23,6 +23,7 @@ from soup_flows.spec import (
     PlainStrategy,
     RecoverySettings,
     TrainingSettings,
+    ValidationSettings,
 )
 
 
@@ -44,6 +45,7 @@ def soup_train(
     data: DataSettings = DataSettings(),  # noqa: B008
     recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))

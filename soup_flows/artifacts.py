@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
@@ -14,9 +15,10 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import attempts_page, report_page
+from soup_flows.pages import attempts_page, report_page, validation_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -24,6 +26,7 @@ from soup_flows.spec import TrainingSpec
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
 ATTEMPTS_KEY = "soup-train-attempts"
+VALIDATION_KEY = "soup-train-validation"
 
 
 class RunConfig(BaseModel):
@@ -56,6 +59,13 @@ def save_attempts(report: TrainReport, decision: str = "") -> None:
         "markdown",
         attempts_page(report, decision),
         "Every attempt, why it ended, what it cost.",
+    )
+
+
+def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
+    """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
+    _create(
+        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
     )
 
 

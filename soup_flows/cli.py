@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from soup_flows.accelerate_config import read_accelerate_config
+from soup_flows.data.command import main as data_main
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
 from soup_flows.hardware import Hardware, detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.sharding import make_plan
 from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.validation import count_rows, validate
+from soup_flows.validation import apply_fixes, count_rows, validate
+from soup_flows.validation.explain import explain, is_known
 
 GOOD, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -41,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["data"]:
+        return data_main(given[1:])
+    arguments = _parser().parse_args(given)
     try:
         code: int = arguments.run(arguments)
     except Refused as refused:
@@ -69,10 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     _spec_arguments(command("train", _train, "Run the flow soup-train here."))
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
     _spec_arguments(plan)
+    plan.add_argument("--accelerate-config", metavar="FILE", help="take the settings of an accelerate YAML")
     plan.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
+    command("data", None, "Report on a data file before it is trained; see soup-flows data --help.")
+    explain = command("explain", _explain, "Tell what a rule is about: why, the fix, the evidence.")
+    explain.add_argument("rule", help="an id such as DS014")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
     stop = command("stop", _stop, "Ask a running training to stop.")
     stop.add_argument("run_dir", help="its run directory, <output_dir>/runs/<run id>")
@@ -193,10 +203,17 @@ def _closing(report: Any) -> str:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Plan and validate; refused plans print every problem."""
-    spec = parse_spec(read_spec(arguments))
+    values = read_spec(arguments)
+    problems: list[Problem] = []
+    if arguments.accelerate_config:
+        found, problems = read_accelerate_config(arguments.accelerate_config)
+        values = _merged(found, values)
+    spec = parse_spec(values)
     hardware = _recorded(arguments.hardware) if arguments.hardware else detect(spec.device, [spec.output_dir])
     plan = make_plan(spec, hardware, count_rows(spec))
-    problems = validate(spec, hardware, plan)
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
+    problems += validate(spec, hardware, plan, local=not arguments.hardware)
     refused = any(problem.severity == "error" for problem in problems)
     if arguments.json:
         _print_json({"plan": plan.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
@@ -206,6 +223,27 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(plan_text(plan))
         _print_problems(problems)
     return REFUSED if refused else GOOD
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with the values of `above` over it, group by group."""
+    merged = dict(below)
+    for name, value in above.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Print what is known about a rule; an unknown id names the nearest."""
+    if not is_known(arguments.rule):
+        raise refuse("CLI004", "rule", explain(arguments.rule), "see docs/rules.md")
+    text = explain(arguments.rule)
+    if arguments.json:
+        _print_json({"id": arguments.rule, "text": text})
+    else:
+        print(text)
+    return GOOD
 
 
 def _recorded(name: str) -> Hardware:

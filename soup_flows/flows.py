@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from prefect import flow, get_run_logger, runtime
 
-from soup_flows.artifacts import RunConfig, save_attempts, save_report, save_run_config
+from soup_flows.artifacts import (
+    RunConfig,
+    save_attempts,
+    save_report,
+    save_run_config,
+    save_validation,
+)
 from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Refused, TrainingFailed
+from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.ledger import Change
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
@@ -28,6 +36,7 @@ from soup_flows.spec import (
     RecoverySettings,
     TrainingSettings,
     TrainingSpec,
+    ValidationSettings,
     parse_spec,
 )
 from soup_flows.tasks import (
@@ -58,6 +67,7 @@ def soup_train(
     data: DataSettings = DataSettings(),  # noqa: B008
     recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -79,6 +89,7 @@ def soup_train(
         data: What the rows mean and how long they may be.
         recovery: What is saved on the way, what a run goes on from, and what happens after a failure.
         launcher: How the processes are started, watched and stopped.
+        validation: Which findings of the validation count: silenced rules, and warnings as errors.
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too.
@@ -98,7 +109,9 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
     """
     run_id = runtime.flow_run.id or str(uuid4())
     try:
-        spec = resolve_demo(parse_spec(values))
+        spec = parse_spec(values)
+        _check_output_outlives_the_run(spec)
+        spec = resolve_demo(spec)
         paths = RunPaths.of(spec.output_dir, run_id)
         spec, finished = begin(spec, paths)
         if finished is not None:
@@ -111,6 +124,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         change = rows[-1].change if rows else Change()
         plan = resolve_sharding_config(change.apply(spec), hardware)
         problems = validate_strategy(change.apply(spec), hardware, plan)
+        save_validation(problems, spec.validation.silence)
         launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
@@ -145,6 +159,23 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
             raise
 
 
+def _check_output_outlives_the_run(spec: TrainingSpec) -> None:
+    """Refuse to write a model into the temporary folder that a process worker deletes after the run."""
+    folder = Path(spec.output_dir).expanduser()
+    temporary = Path(tempfile.gettempdir()).resolve()
+    doomed = [
+        p for p in (Path.cwd(), *Path.cwd().parents) if p.parent == temporary and p.name.endswith("prefect")
+    ]
+    if runtime.deployment.id is not None and not folder.is_absolute() and doomed:
+        raise refuse(
+            "FLOW001",
+            "output_dir",
+            f"{spec.output_dir!r} is relative, and the worker deletes its working folder {doomed[0]} after the run",
+            "give an absolute folder, or set the work pool's job variable working_dir",
+            "prefect 3.9.1 workers/process.py (TemporaryDirectory)",
+        )
+
+
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:
     """Keep why the run was refused: in its run directory, where that can be written, and as an artifact."""
     output_dir = values.get("output_dir")
@@ -162,4 +193,5 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
+    save_validation(refused.problems, {})
     save_report(report)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
+from soup_flows.errors import Problem
 from soup_flows.proof import Proof
 from soup_flows.report import Point, TrainReport
 from soup_flows.sharding import ShardingPlan
@@ -25,7 +27,7 @@ def report_page(report: TrainReport) -> str:
     """Return the page `soup-train-report`: what ran, proof, losses, memory, where things are."""
     parts = [_head(report)]
     if report.problems:
-        parts.append("## Findings before the launch\n\n" + problems_table(report))
+        parts.append("## Findings before the launch\n\n" + problems_table(report.problems))
     if report.plan is not None:
         parts.append(_what_ran(report))
     if report.proof is not None:
@@ -66,10 +68,25 @@ def _head(report: TrainReport) -> str:
     return "\n\n".join(lines)
 
 
-def problems_table(report: TrainReport) -> str:
-    """Return the findings, errors first."""
-    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in report.problems]
+def problems_table(problems: Sequence[Problem]) -> str:
+    """Return the findings as a table, in the order given."""
+    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in problems]
     return table(("severity", "rule", "setting", "what would happen", "fix"), rows)
+
+
+def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) -> str:
+    """Return the page `soup-train-validation`: every finding, errors first, and what was silenced."""
+    counts = Counter(problem.severity for problem in problems)
+    words = ", ".join(f"{counts[kind]} {kind}(s)" for kind in ("error", "warning", "note") if counts[kind])
+    parts = [f"# Validation: {words or 'nothing found'}"]
+    if problems:
+        parts.append(problems_table(problems))
+        parts.append(
+            "`soup-flows explain RULE` tells why, with the evidence; `docs/rules.md` lists every rule."
+        )
+    if silenced:
+        parts.append("Silenced for this run:\n\n" + table(("rule", "reason"), silenced.items()))
+    return "\n\n".join(parts) + "\n"
 
 
 def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:

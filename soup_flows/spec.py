@@ -121,6 +121,29 @@ class RecoverySettings(Group):
     """In any currency; the attempts table then shows what each attempt cost."""
 
 
+class ValidationSettings(Group):
+    """Which findings of the validation count."""
+
+    deep: bool = Field(True, title="Look at model, tokenizer and first rows")
+    """Also build the model without weights, load the tokenizer and encode the first rows, in a process of its own
+    that takes some seconds: finds templates without an end of turn, adapters that match nothing, rows without a
+    trained token."""
+    strict: bool = Field(False, title="Warnings are errors")
+    """Refuse the run for warnings too."""
+    silence: dict[str, str] = Field(default_factory=dict, title="Silenced rules")
+    """Rule id to the reason why it does not matter here, such as `{"DS063": "measured, no NaN"}`. The finding
+    becomes a note with that reason, which is kept with the run."""
+
+    @field_validator("silence")
+    @classmethod
+    def _reasons(cls, value: dict[str, str]) -> dict[str, str]:
+        """Refuse a rule that is silenced without a reason."""
+        empty = [rule for rule, reason in value.items() if not reason.strip()]
+        if empty:
+            raise ValueError(f"give a reason for {', '.join(empty)}")
+        return value
+
+
 class LauncherSettings(Group):
     """How the processes are started, watched and stopped."""
 
@@ -171,6 +194,8 @@ class TrainingSpec(Group):
     """What is saved on the way, what a run goes on from, and what happens after a failure."""
     launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
     """How the processes are started, watched and stopped."""
+    validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")
+    """Which findings of the validation count."""
 
     @field_validator("gpus", mode="before")
     @classmethod

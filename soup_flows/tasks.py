@@ -35,7 +35,7 @@ from soup_flows.resume import find_start
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import asked_to_stop
-from soup_flows.validation import count_rows, validate
+from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
 
 WATCH_EVERY_S = 10.0
 """Seconds between two looks at the run's own state on the server."""
@@ -70,7 +70,15 @@ def resolve_sharding_config(spec: TrainingSpec, hardware: Hardware) -> ShardingP
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
-    plan = make_plan(spec, hardware, count_rows(spec))
+    try:
+        plan = make_plan(spec, hardware, count_rows(spec))
+    except Refused as refused:
+        known = {(p.id, p.field) for p in refused.problems}
+        raise Refused(
+            [*refused.problems, *(p for p in check_spec(spec) if (p.id, p.field) not in known)]
+        ) from None
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     batch = plan.batch
     _logger().info(
         "Plan: %s on %d rank(s), %s; %d rows per optimizer step = %d x %d passes x %d ranks; %s",
@@ -98,7 +106,7 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
     Raises:
         Refused: with all problems at once, if one of them is an error.
     """
-    problems = validate(spec, hardware, plan)
+    problems = validate(spec, hardware, plan, deep=spec.validation.deep)
     for problem in problems:
         _logger().log(logging.INFO if problem.severity == "note" else logging.WARNING, "%s", problem)
     if any(problem.severity == "error" for problem in problems):

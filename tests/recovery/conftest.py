@@ -171,6 +171,7 @@ def case(
     def make(preset: str = "ddp", **changes: Any) -> Case:
         values = parameters(preset, tmp_path_factory.mktemp("recovery"), max_steps=STEPS)
         values["data"] = {"max_length": 96}
+        values["validation"] = {"deep": False}
         values["recovery"] = {"save_steps": EVERY, "backoff_s": 0}
         for name, value in changes.items():
             values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value

@@ -52,6 +52,7 @@ def test_attempts_are_visible_and_end_well(
     values = parameters("ddp", tmp_path / "out", max_steps=6)
     values["recovery"] = {"save_steps": 2, "backoff_s": 0, "gpu_hour_price": 2.0}
     values["data"] = {"max_length": 96}
+    values["validation"] = {"deep": False}
     threading.Thread(target=shoot, args=(tmp_path / "out",), daemon=True).start()
     state = soup_train(**values, return_state=True)
     assert state.is_completed(), state.message
