@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page, validation_page
+from soup_flows.pages import attempts_page, report_page, validation_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+ATTEMPTS_KEY = "soup-train-attempts"
 VALIDATION_KEY = "soup-train-validation"
 
 
@@ -61,6 +62,16 @@ def save_report(report: TrainReport) -> None:
         create_artifact(REPORT_KEY, "markdown", report_page(report), text)
     except Exception as error:
         logger.warning("the report is in %s, but not in Prefect: %s", report.run_dir, error)
+
+
+def save_attempts(report: TrainReport, decision: str = "") -> None:
+    """Keep the ledger as the markdown artifact `soup-train-attempts`, with what was decided after the last one."""
+    create_artifact(
+        ATTEMPTS_KEY,
+        "markdown",
+        attempts_page(report, decision),
+        "Every attempt, why it ended, what it cost.",
+    )
 
 
 def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
