@@ -23,6 +23,7 @@ from soup_flows.spec import (
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
+    RecoverySettings,
     TrainingSettings,
     ValidationSettings,
 )
@@ -50,6 +51,7 @@ def soup_train(
     training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
+    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
     validation: ValidationSettings = ValidationSettings(),  # noqa: B008
 ) -> TrainReport | State:

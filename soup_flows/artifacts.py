@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page, validation_page
+from soup_flows.pages import attempts_page, report_page, validation_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+ATTEMPTS_KEY = "soup-train-attempts"
 VALIDATION_KEY = "soup-train-validation"
 
 
@@ -52,22 +53,29 @@ def save_run_config(config: RunConfig) -> None:
 
 
 def save_report(report: TrainReport) -> None:
-    """Keep `report` as the markdown artifact `soup-train-report` of the current run.
+    """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
+    _save_page(REPORT_KEY, report_page(report), "What ran, what was proven, where things are.")
 
-    It is in the run directory already, so a server that does not answer is no reason to fail the run.
-    """
-    text = "What ran, what was proven, where things are."
-    try:
-        create_artifact(REPORT_KEY, "markdown", report_page(report), text)
-    except Exception as error:
-        logger.warning("the report is in %s, but not in Prefect: %s", report.run_dir, error)
+
+def save_attempts(report: TrainReport, decision: str = "") -> None:
+    """Keep the ledger as the markdown artifact `soup-train-attempts`, with what was decided after the last one."""
+    _save_page(ATTEMPTS_KEY, attempts_page(report, decision), "Every attempt, why it ended, what it cost.")
 
 
 def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
     """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
-    create_artifact(
-        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
-    )
+    _save_page(VALIDATION_KEY, validation_page(problems, silenced), "What was found before the launch.")
+
+
+def _save_page(key: str, page: str, description: str) -> None:
+    """Keep a page of the current run.
+
+    What it says is in the run directory too, so a server that does not answer is no reason to fail the run.
+    """
+    try:
+        create_artifact(key, "markdown", page, description)
+    except Exception as error:
+        logger.warning("the artifact %s could not be saved: %s", key, error)
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

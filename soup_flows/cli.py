@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("rule", help="an id such as DS014")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
     add_commands(command)
+    stop = command("stop", _stop, "Ask a running training to stop.")
+    stop.add_argument("run_dir", help="its run directory, <output_dir>/runs/<run id>")
+    stop.add_argument("--save", action="store_true", help="save a checkpoint after the present step first")
     demo = command("demo", _demo, "Run the flow soup-train on a tiny model, two CPU ranks, about a minute.")
     demo.add_argument("preset", nargs="?", default="zero2", help="a DeepSpeed or FSDP preset, or ddp")
     demo.add_argument("--output-dir", "--output_dir", default="demo-output", metavar="DIR")
@@ -246,6 +249,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print(render(hardware, problems))
     return FAILED if any(problem.severity == "error" for problem in problems) else GOOD
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """Write the request; the run sees it within seconds."""
+    from soup_flows.stop import stop
+
+    request = stop(arguments.run_dir, arguments.save)
+    if arguments.json:
+        print_json(request.model_dump())
+    else:
+        after = "after its present step, with a checkpoint" if request.save else "within seconds"
+        print(f"Asked the run in {request.run_dir} to stop {after}.")
+    return GOOD
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ def report_page(report: TrainReport) -> str:
         parts.append(_what_ran(report))
     if report.proof is not None:
         parts.append(_proof(report.proof))
+    if report.ledger or report.resumed or report.checkpoints:
+        parts.append(_recovery(report))
     if report.train:
         parts.append(_losses(report))
     if report.memory:
@@ -206,6 +208,59 @@ def _memory(report: TrainReport) -> str:
     ]
     head = ("rank", "host peak", "GPU peak, allocated", "GPU peak, reserved")
     return "## Memory\n\n" + table(head, rows)
+
+
+def attempts_page(report: TrainReport, decision: str = "") -> str:
+    """Return the page `soup-train-attempts`: every attempt, why it ended, what it cost, what comes next."""
+    text = f"# Attempts of run {report.run_id}\n\n{attempts_table(report)}"
+    path = report.ledger[-1].change.path if report.ledger else ()
+    if path:
+        text += "\n\n## What was changed\n\n" + "\n".join(f"{n}. {line}" for n, line in enumerate(path, 1))
+    return text + (f"\n\nAfter the last one: {decision}\n" if decision else "\n")
+
+
+def attempts_table(report: TrainReport) -> str:
+    """Return the ledger as a table."""
+    rows = [
+        (
+            row.number,
+            row.state + (f": {row.failure_class}" if row.failure_class else ""),
+            row.cause or None,
+            f"{row.from_step} → {row.last_step}",
+            row.steps_lost,
+            f"{row.seconds:.0f} s",
+            f"{row.gpu_hours:.3f} ({row.gpu_hours_wasted:.3f} wasted)",
+            None if row.cost is None else f"{row.cost:.2f}",
+            row.evidence or None,
+        )
+        for row in report.ledger
+    ]
+    head = ("attempt", "ended", "cause", "steps", "steps lost", "wall time", "GPU-hours", "cost", "evidence")
+    return table(head, rows)
+
+
+def _recovery(report: TrainReport) -> str:
+    """Show the attempts, the proof of the resume, and what was saved."""
+    text = "## Attempts and checkpoints\n\n" + attempts_table(report)
+    resumed = report.resumed
+    if resumed is not None:
+        rows = [
+            ("step", resumed.from_step, resumed.step),
+            ("loss", _number(resumed.loss_before), _number(resumed.loss)),
+            ("learning rate", _number(resumed.learning_rate_before), _number(resumed.learning_rate)),
+        ]
+        what = "The weights alone were taken from" if resumed.weights_only else "Resumed"
+        text += f"\n\n{what} `{resumed.checkpoint}`:\n\n"
+        text += table(("", "last before", "first after"), rows)
+    saved = report.checkpoints[-1:]
+    lines = [
+        f"newest checkpoint: step {c.step}, {c.bytes / 2**20:.1f} MiB, saved in {c.seconds:.1f} s, `{c.path}`"
+        for c in saved
+    ]
+    lines += [f"set aside: {line}" for line in report.set_aside]
+    lines += [f"not saved: {line}" for line in report.save_failures]
+    lines += [f"changed: {line}" for row in report.ledger[-1:] for line in row.change.path]
+    return text + ("\n\n" + "\n".join(f"- {line}" for line in lines) if lines else "")
 
 
 def _where(report: TrainReport) -> str:

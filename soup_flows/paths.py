@@ -62,6 +62,16 @@ class RunPaths:
         return self.root / "attempts.jsonl"
 
     @property
+    def orders(self) -> Path:
+        """Where the present attempt starts from, JSON; see `soup_flows.resume.Orders`."""
+        return self.root / "orders.json"
+
+    @property
+    def stop_request(self) -> Path:
+        """Written by `soup-flows stop`, JSON."""
+        return self.root / "stop.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"

@@ -104,6 +104,33 @@ class DataSettings(Group):
     """`assistant`: the loss counts the answers only; `all`: every token."""
 
 
+class RecoverySettings(Group):
+    """What is saved on the way, what a run goes on from, and what happens after a failure."""
+
+    resume: str = Field("auto", min_length=1, title="Resume from")
+    """`auto`: a retry, or the same flow run coming back, goes on from its newest checkpoint that verifies.
+    A run id, a checkpoint or a run directory: go on from there. `never`: always start from the model."""
+    save_steps: int | None = Field(None, ge=0, title="Save a checkpoint every n optimizer steps")
+    """Optimizer steps between checkpoints: about ten checkpoints a run when empty, none with 0."""
+    save_total_limit: int = Field(2, ge=1, title="Checkpoints to keep")
+    """Older ones are removed; the last one that verifies never is."""
+    max_retries: int = Field(3, ge=0, le=100, title="Most retries per cause")
+    """Most retries after each kind of failure; kinds that come back at once are never retried."""
+    backoff_s: float = Field(10.0, ge=0, le=3600, title="Wait before a retry (seconds)")
+    """Doubled with each further retry after the same cause, up to an hour."""
+    on_oom: Literal["smaller_batch", "shard_more", "stop"] = Field("smaller_batch", title="Out of GPU memory")
+    """`smaller_batch`: halve the micro batch, then checkpoint activations; the global batch and the result are
+    kept. `shard_more`: after that also more sharding and off-load, which goes on from the weights with a new
+    optimizer. `stop`: no retry."""
+    on_nan: Literal["stop", "lower_learning_rate", "skip_batch"] = Field("stop", title="Loss not finite")
+    """`stop`: no retry. Else go back one checkpoint, and halve the learning rate or leave the batch out."""
+    reuse: Literal["never", "finished", "any"] = Field("never", title="Reuse of equal runs")
+    """`finished`: a run with equal settings, data content and code in the same output folder is not repeated,
+    its report is returned. `any`: an unfinished one is continued too. `never`: a new run trains."""
+    gpu_hour_price: float | None = Field(None, ge=0, title="Price of a GPU-hour")
+    """In any currency; the attempts table then shows what each attempt cost."""
+
+
 class ValidationSettings(Group):
     """Which findings of the validation count."""
 
@@ -191,6 +218,8 @@ class TrainingSpec(Group):
     """Adapter settings, used when `training.method` is `lora`."""
     data: DataSettings = Field(default_factory=DataSettings, title="Data")
     """What the rows mean and how long they may be."""
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings, title="Recovery")
+    """What is saved on the way, what a run goes on from, and what happens after a failure."""
     launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
     """How the processes are started, watched and stopped."""
     validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")

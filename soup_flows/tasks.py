@@ -6,6 +6,7 @@ They are synchronous, and have effects (or read the machine), so results are nev
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from soup_flows.attempt import free_devices, run_attempt
+from soup_flows.attempts import record, where_stopped
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
@@ -25,12 +27,15 @@ from soup_flows.launch.devices import gpu_devices
 from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
+from soup_flows.ledger import Change
 from soup_flows.live import emit_end
 from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import RunState, TrainReport, read_attempt
+from soup_flows.report import RunState, TrainReport, read_run
+from soup_flows.resume import find_start
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
+from soup_flows.stop import asked_to_stop
 from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
 
 
@@ -110,9 +115,13 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
 
 @task(name="write temp config", cache_policy=NO_CACHE)
 def write_temp_config(
-    spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, run_id: str | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    run_id: str | None = None,
+    change: Change | None = None,
 ) -> LaunchPlan:
-    """Write the run directory and the config file that the ranks read.
+    """Write the run directory and the config file that the ranks read, and choose the checkpoint to start from.
 
     The temporary config has mode 0600 and is removed when the attempt ends; a copy stays in the run directory.
 
@@ -121,16 +130,23 @@ def write_temp_config(
         hardware: the machine.
         plan: the resolved plan.
         run_id: name of the run directory; the flow run's id when empty, else a new one.
+        change: how a retry differs from what was asked; `spec` and `plan` have it already.
+
+    Raises:
+        Refused: if the checkpoint to resume from is not there, broken, or does not fit.
     """
     paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
+    orders = find_start(spec, plan, paths, change)
+    paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
     config_path = _write_config(spec, plan, paths)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
+    write_atomic(paths.orders, orders.model_dump_json(indent=2))
     launch = build_launch_plan(
         paths=paths,
         run_id=paths.root.name,
@@ -147,6 +163,11 @@ def write_temp_config(
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     _logger().info("Run directory: %s", paths.root)
+    for line in orders.set_aside:
+        _logger().warning("Checkpoint set aside: %s", line)
+    if orders.checkpoint:
+        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
+        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
     return launch
 
 
@@ -190,12 +211,15 @@ def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
 
 
 @task(name="launch distributed train", cache_policy=NO_CACHE)
-def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = ()) -> TrainReport:
+def launch_distributed_train(
+    launch: LaunchPlan, problems: Sequence[Problem] = (), change: Change | None = None
+) -> TrainReport:
     """Start the ranks, watch them, and end with nothing left behind, however this ends.
 
     Args:
         launch: what `write temp config` returned.
         problems: the warnings of `validate strategy`, kept in the report.
+        change: how this attempt differs from what was asked, kept in the ledger.
 
     Returns:
         The report; it is in the run directory as `report.json` too, also when this raises.
@@ -206,7 +230,6 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
     paths = RunPaths(Path(launch.run_dir))
     logger = _logger()
     plan = ShardingPlan.model_validate_json(paths.plan.read_bytes())
-    attempt = paths.attempt(launch.attempt)
     base: dict[str, Any] = {
         "run_id": launch.run_id,
         "run_dir": launch.run_dir,
@@ -214,18 +237,18 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         "problems": tuple(problems),
         "attempts": launch.attempt,
     }
+    begun = time.time()
     try:
-        with own_run_watch() as should_stop:
-            outcome = run_attempt(launch, logger, should_stop)
+        with own_run_watch() as server_says:
+            outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
-        report = _stopped(attempt, stopped, base)
-        report.save()
+        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
+        report = record(paths, launch.attempt, report, begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):
             raise _failure(report) from None
         raise
-    report = _report(attempt, outcome, base)
-    report.save()
+    report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
     emit_end(report)
     if report.state != "completed":
         raise _failure(report)
@@ -233,14 +256,18 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
     return report
 
 
-def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
+def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
     """Judge the attempt by what it wrote, never by an exit code alone."""
-    found = base | read_attempt(attempt) | {"seconds": outcome.seconds}
+    found = base | read_run(paths, number) | {"seconds": outcome.seconds}
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
         found["problems"] += warn_of_exit(outcome.receipt)
         return TrainReport(state="completed", **found)
-    return _failed(_verdict(attempt, outcome.receipt), found)
+    stopped = found.get("stopped_at")
+    if stopped is not None and outcome.reason == "exited":
+        advice = f"Go on with recovery.resume={paths.root.name}."
+        return _failed(Verdict("cancelled", "stopped on request", advice), found)
+    return _failed(_verdict(paths.attempt(number), outcome.receipt), found)
 
 
 def _failure(report: TrainReport) -> TrainingFailed:
@@ -255,17 +282,17 @@ def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     return verdict
 
 
-def _stopped(attempt: AttemptPaths, stopped: BaseException, base: dict[str, Any]) -> TrainReport:
+def _stopped(paths: RunPaths, number: int, stopped: BaseException, base: dict[str, Any]) -> TrainReport:
     """Say why the task itself was ended while it waited for the attempt, or before it began."""
-    found = base | read_attempt(attempt)
+    found = base | read_run(paths, number)
     if isinstance(stopped, TrainingFailed):
         return _failed(Verdict(stopped.failure_class, stopped.cause, stopped.advice), found)
     if isinstance(stopped, Refused):
         report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
         return TrainReport(state="refused", **(found | report))
-    receipt = read_saved_receipt(attempt)
-    found["seconds"] = receipt.get("seconds", 0.0)
-    verdict = _verdict(attempt, receipt)
+    receipt = read_saved_receipt(paths.attempt(number))
+    found["seconds"] = receipt.get("seconds", found["seconds"])
+    verdict = _verdict(paths.attempt(number), receipt)
     if verdict.failure_class == "unknown":
         verdict = Verdict("cancelled", f"stopped by {type(stopped).__name__}", ADVICE["cancelled"])
     return _failed(verdict, found)
@@ -274,6 +301,8 @@ def _stopped(attempt: AttemptPaths, stopped: BaseException, base: dict[str, Any]
 def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
     failure_class, cause, advice = verdict
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
+    if state == "cancelled":
+        cause = f"{cause}; {where_stopped(found)}"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 

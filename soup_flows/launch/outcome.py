@@ -22,6 +22,12 @@ from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
+PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "remote process exited or there was a network",
+)
+"""What gloo (transport/tcp/pair.cc) and NCCL (src/misc/socket.cc, ncclRemoteError) say of a rank that is gone."""
 
 
 class Verdict(NamedTuple):
@@ -124,7 +130,7 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
-        lambda: _from_error(errors[0]) if errors else None,
+        lambda: _from_error(min(errors, key=lambda e: (_peer_gone(e), e.time))) if errors else None,
         lambda: _from_stop(attempt, receipt),
         lambda: _from_text(attempt),
         lambda: _from_exit(receipt),
@@ -160,7 +166,12 @@ def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] |
 
 
 def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:
-    return bool(errors) and death["time"] is not None and errors[0].time < death["time"]
+    return death["time"] is not None and any(e.time < death["time"] and not _peer_gone(e) for e in errors)
+
+
+def _peer_gone(error: RankError) -> bool:
+    """A rank that lost its peer may say so before the supervisor has seen that peer die."""
+    return any(words in error.message.lower() for words in PEER_GONE)
 
 
 def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str, Any]) -> Verdict:

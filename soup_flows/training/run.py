@@ -22,11 +22,13 @@ from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
 from soup_flows.paths import AttemptPaths, RunPaths, write_json
+from soup_flows.resume import Orders
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
 from soup_flows.training.batches import TokenRow, TokenRows
+from soup_flows.training.checkpointing import Checkpointer
 from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
 from soup_flows.training.proof import collect
@@ -58,6 +60,7 @@ class Job:
     attempt: AttemptPaths
     events: EventWriter
     drill: Drill
+    orders: Orders
 
     @property
     def is_main(self) -> bool:
@@ -79,7 +82,14 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)
-    job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
+    job.events.write(
+        "started",
+        pid=os.getpid(),
+        torch=torch.__version__,
+        world_size=job.plan.world_size,
+        from_step=0 if job.orders.weights_only else job.orders.step,
+        set_aside=job.orders.set_aside,
+    )
     rank.heartbeat(0, "load")
     tokenizer = load_tokenizer(job.spec)
     train_rows, eval_rows = load_rows(job, tokenizer)
@@ -89,7 +99,11 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     )
     job.events.write("data", train_rows=len(train_rows), eval_rows=len(eval_rows), **planned.model_dump())
     trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
-    trainer.train()
+    resumes = job.orders.checkpoint if not job.orders.weights_only else None
+    trainer.train(resume_from_checkpoint=resumes)
+    if trainer.checkpointer.stopped:
+        _write_stopped(job, trainer)
+        return
     final = trainer.evaluate() if eval_rows else {}
     rank.heartbeat(trainer.state.global_step, "save")
     job.drill.at_save()
@@ -110,6 +124,14 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def _write_stopped(job: Job, trainer: SoupTrainer) -> None:
+    """Say where the run was stopped, and what it can go on from; every rank gets here."""
+    if job.is_main:
+        step, saved = trainer.state.global_step, trainer.checkpointer.last_saved
+        job.events.write("stopped", step=step, saved=saved == step, last_saved=saved)
+    trainer.accelerator.wait_for_everyone()
+
+
 def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
     """Read what the flow wrote into the run directory."""
     paths = RunPaths(run_dir)
@@ -124,6 +146,7 @@ def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
         attempt=attempt,
         events=events,
         drill=Drill(spec.launcher.drill, events, run_dir / "drill-disk"),
+        orders=Orders.model_validate_json(paths.orders.read_bytes()),
     )
 
 
@@ -186,28 +209,37 @@ def build_trainer(
     if plan.engine == "deepspeed" and on_cpu:
         cpu.prepare_deepspeed()
     arguments = training_arguments(
-        job.spec, plan, planned, str(job.paths.checkpoints), job.launch.config_path, bool(eval_rows)
+        job.spec,
+        plan,
+        planned,
+        str(job.paths.checkpoints),
+        job.launch.config_path,
+        evaluate=bool(eval_rows),
+        evaluate_first=bool(eval_rows) and job.orders.checkpoint is None,
     )
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.paths.root / "tensorboard"))
+    weights = job.orders.checkpoint if job.orders.weights_only else None
+    checkpointer = Checkpointer(job, job.orders, planned.total_steps)
     trainer = SoupTrainer(
-        model=load_model(job.spec, plan),
+        model=load_model(job.spec, plan, weights),
         args=arguments,
         batch=plan.batch,
         eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
         train_dataset=TokenRows(train_rows),
         eval_dataset=TokenRows(eval_rows) if eval_rows else None,
         processing_class=tokenizer,
-        callbacks=[Reporter(job)],
+        callbacks=[Reporter(job), checkpointer],
     )
     trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once
     if plan.strategy == "full_offload" and on_cpu:
         cpu.unpin_fsdp_offload(trainer)
     job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
-    callback.trainer = trainer
+    callback.trainer = checkpointer.trainer = trainer
+    trainer.checkpointer = checkpointer
     return trainer
 
 
@@ -220,6 +252,12 @@ class Reporter(TrainerCallback):
         self.proved = False
         self.last = self.step_ended = time.monotonic()
         self.drill = job.drill
+        self.logged = 0
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Remember the step that is resumed, and start the clock of the first one."""
+        self.logged = state.global_step
+        self.step_ended = time.monotonic()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Beat; after the first step of this process compare the ranks with the plan."""
@@ -234,10 +272,6 @@ class Reporter(TrainerCallback):
             self.job.events.write("proof", **proof.model_dump(mode="json"))
         if proof.failures:
             raise ProofFailed("; ".join(proof.failures))
-
-    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
-        """Start the clock of the first step."""
-        self.step_ended = time.monotonic()
 
     def _write_step(self, step: int) -> None:
         """Write what this rank's step took; every rank does, at the cost of one line."""
@@ -264,7 +298,10 @@ class Reporter(TrainerCallback):
             self.last = now
             print(_line(state, numbers), flush=True)  # noqa: T201 (the rank's log)
         if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss is {loss} at step {state.global_step}")
+            first, last = self.logged + 1, state.global_step
+            where = f"step {last}" if first >= last else f"steps {first} to {last}"
+            raise NonFiniteLoss(f"the loss is {loss}, not finite in {where}")
+        self.logged = state.global_step
 
 
 def _line(state: Any, numbers: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name the whole field uses)
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 
 from soup_flows.batch import Batch
 from soup_flows.launch import rank
@@ -22,9 +22,10 @@ from soup_flows.training.batches import (
     flatten,
 )
 from soup_flows.training.clock import WorkClock
+from soup_flows.training.saving import SavingTrainer
 
 
-class SoupTrainer(Trainer):
+class SoupTrainer(SavingTrainer):
     """A `Trainer` whose loss is the mean over the trained tokens of the whole optimizer step.
 
     Args:
@@ -60,10 +61,12 @@ class SoupTrainer(Trainer):
         """Return the micro batches of one optimizer step, and its trained tokens over all ranks."""
         micro = list(itertools.islice(epoch_iterator, num_batches))
         self.step_tokens = sum(m["input_ids"].numel() for m in micro)
+        if self.state.global_step + 1 in self.checkpointer.orders.skip_steps:
+            micro = [flatten([self.train_dataset.filler]) for _ in micro]
         tokens = torch.tensor(sum(int((m["shift_labels"] != IGNORED).sum()) for m in micro), device=device)
         if self.batch.world_size > 1:
             dist.all_reduce(tokens)
-        return micro, tokens
+        return micro, tokens.clamp_(min=1)  # none in a step that is left out
 
     def token_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and the number of trained tokens of one micro batch.

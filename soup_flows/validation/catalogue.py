@@ -82,6 +82,40 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "DATA018": ("A length in tokens without a tokenizer", "add --tokenizer"),
     "DATA019": ("The tokenizer cannot be loaded", "give a folder with tokenizer.json"),
     "DATA020": ("The held-out share takes every row", "use a smaller share, or more rows"),
+    "RES001": (
+        "The checkpoint was saved by another number of ranks, and DeepSpeed keeps one optimizer file per rank",
+        "use as many ranks, or start from its weights alone",
+    ),
+    "RES002": (
+        "The checkpoint was saved under a strategy whose optimizer state this one cannot read",
+        "use the strategy it was saved under, or start from its weights alone",
+    ),
+    "RES003": ("The checkpoint was saved by another number of ranks", "nothing: FSDP and DDP read it"),
+    "RES004": (
+        "A setting that decides what is trained differs from the checkpoint's; the saved state would win",
+        "use the old value, or start from its weights alone",
+    ),
+    "RES005": ("The data set has changed since the checkpoint", "start from its weights alone"),
+    "RES006": (
+        "The checkpoint was written by other library versions",
+        "use those versions if the resume fails",
+    ),
+    "RES010": ("There is no run and no folder to resume from", "the message names the nearest run"),
+    "RES011": ("The checkpoint to resume from is broken", "use another one; the message names it"),
+    "RES012": ("The folder holds no checkpoint that verifies", "use recovery.resume=never"),
+    "STOP001": ("The folder given to `soup-flows stop` holds no run", "give <output_dir>/runs/<run id>"),
+    "STOP002": ("The run to stop has ended", "see its report.json"),
+    "LEASE001": (
+        "The folder of the device locks cannot be written",
+        "set SOUP_FLOWS_LEASE_DIR, or lease=off",
+    ),
+    "LEASE002": ("Fewer devices are healthy than asked for", "ask for fewer, or see soup-flows doctor"),
+    "EXIT001": (
+        "A rank ended badly after the model had been saved and verified",
+        "nothing is lost; see its log",
+    ),
+    "DRILL001": ("There is no such drill", "the message lists them"),
+    "DRILL002": ("This drill needs ranks that really train", "leave --quick out"),
     "FLOW001": (
         "A relative output folder, in a folder that the worker deletes after the run",
         "give an absolute folder, or set the work pool's working_dir",
