@@ -14,6 +14,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.data.page import markdown
+from soup_flows.data.report import DataReport
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.pages import report_page
@@ -23,6 +25,7 @@ from soup_flows.spec import TrainingSpec
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+DATA_KEY = "soup-train-data"
 
 
 class RunConfig(BaseModel):
@@ -46,6 +49,11 @@ def save_run_config(config: RunConfig) -> None:
 def save_report(report: TrainReport) -> None:
     """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
     _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+
+
+def save_data_report(report: DataReport) -> None:
+    """Keep the data report as the markdown artifact `soup-train-data` of the current run."""
+    _create(DATA_KEY, "markdown", markdown(report), "Rows, drops, tokens, lengths, one row with its mask.")
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

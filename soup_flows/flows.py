@@ -1,4 +1,4 @@
-"""The flow `soup-train`: hardware, plan, validation, config, launch, report."""
+"""The flow `soup-train`: hardware, data, plan, validation, config, launch, report."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from soup_flows.spec import (
 from soup_flows.tasks import (
     detect_hardware,
     launch_distributed_train,
+    prepare_dataset,
     resolve_sharding_config,
     validate_strategy,
     write_temp_config,
@@ -85,17 +86,18 @@ def soup_train(
 
 
 def run_training(values: Mapping[str, Any]) -> TrainReport:
-    """Run the five tasks with `values` as the spec; see `soup_train`."""
+    """Run the six tasks with `values` as the spec; see `soup_train`."""
     run_id = runtime.flow_run.id or str(uuid4())
     try:
         spec = resolve_demo(parse_spec(values))
         hardware = detect_hardware(spec.device, [spec.output_dir])
-        plan = resolve_sharding_config(spec, hardware)
+        data = prepare_dataset(spec)
+        plan = resolve_sharding_config(spec, hardware, data)
         problems = validate_strategy(spec, hardware, plan)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
-    launch = write_temp_config(spec, hardware, plan, run_id)
+    launch = write_temp_config(spec, hardware, plan, run_id, data)
     save_run_config(RunConfig(spec=spec, hardware=hardware, plan=plan, launch=launch))
     try:
         report = launch_distributed_train(launch, problems)

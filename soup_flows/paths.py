@@ -62,6 +62,11 @@ class RunPaths:
         return self.root / "attempts.jsonl"
 
     @property
+    def data(self) -> Path:
+        """What the ranks train on and the data report, JSON (`soup_flows.data.prepare.PreparedData`)."""
+        return self.root / "data.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"

@@ -45,6 +45,9 @@ class LoraSettings(Group):
 class TrainingSettings(Group):
     """How the model is trained."""
 
+    task: Literal["sft", "pretrain", "dpo"] = Field("sft", title="Task")
+    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut), `dpo` prefers the
+    chosen answer of a pair to the rejected one."""
     method: Literal["full", "lora"] = Field("full", title="Method")
     """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights."""
     num_train_epochs: float = Field(1.0, gt=0, title="Epochs")
@@ -92,6 +95,12 @@ class DataSettings(Group):
     """Rows are truncated to this many tokens."""
     train_on: Literal["assistant", "all"] = Field("assistant", title="Train on")
     """`assistant`: the loss counts the answers only; `all`: every token."""
+    bad_rows: Literal["drop", "refuse"] = Field("drop", title="Rows that cannot teach")
+    """`drop` counts and names them in the data report; `refuse` stops before anything is started."""
+    cache_dir: str | None = Field(None, title="Cache folder")
+    """Tokenised data is kept here, by content; `<output_dir>/cache` when empty."""
+    workers: int | None = Field(None, ge=1, title="Tokenising processes")
+    """Most processes that tokenise; the cores, within the free memory, when empty."""
 
 
 class LauncherSettings(Group):

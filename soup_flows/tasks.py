@@ -1,4 +1,4 @@
-"""The five tasks. Each works in any flow, and through `.fn` without Prefect.
+"""The six tasks. Each works in any flow, and through `.fn` without Prefect.
 
 They are synchronous, and have effects (or read the machine), so results are never taken from a cache.
 """
@@ -20,6 +20,8 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from soup_flows.artifacts import save_data_report
+from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
@@ -58,14 +60,44 @@ def detect_hardware(device: str = "auto", paths: Sequence[str] = ()) -> Hardware
     return hardware
 
 
+@task(name="prepare dataset", cache_policy=NO_CACHE)
+def prepare_dataset(spec: TrainingSpec) -> PreparedData:
+    """Read, check and tokenise the data once; unchanged data is not tokenised again.
+
+    The data report is kept as the artifact `soup-train-data`.
+
+    Raises:
+        Refused: if the data cannot be read, or no row can be trained.
+    """
+    data = prepare_data(spec)
+    report = data.train.report
+    _logger().info(
+        "Data: %d rows to train, %d held out; %d rows dropped; %s tokens an epoch, %s of them trained",
+        data.train_rows,
+        data.eval_rows,
+        len(report.dropped),
+        report.total_tokens,
+        report.trained_tokens,
+    )
+    save_data_report(report)
+    return data
+
+
 @task(name="resolve sharding config", cache_policy=NO_CACHE)
-def resolve_sharding_config(spec: TrainingSpec, hardware: Hardware) -> ShardingPlan:
+def resolve_sharding_config(
+    spec: TrainingSpec, hardware: Hardware, data: PreparedData | None = None
+) -> ShardingPlan:
     """Turn what was asked into what every rank will run.
+
+    Args:
+        spec: what was asked.
+        hardware: the machine.
+        data: what `prepare dataset` returned; without it the rows are counted without a tokenizer.
 
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
-    plan = make_plan(spec, hardware, count_rows(spec))
+    plan = make_plan(spec, hardware, count_rows(spec) if data is None else data.train_rows)
     batch = plan.batch
     _logger().info(
         "Plan: %s on %d rank(s), %s; %d rows per optimizer step = %d x %d passes x %d ranks; %s",
@@ -103,7 +135,11 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
 
 @task(name="write temp config", cache_policy=NO_CACHE)
 def write_temp_config(
-    spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, run_id: str | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    run_id: str | None = None,
+    data: PreparedData | None = None,
 ) -> LaunchPlan:
     """Write the run directory and the config file that the ranks read.
 
@@ -114,6 +150,7 @@ def write_temp_config(
         hardware: the machine.
         plan: the resolved plan.
         run_id: name of the run directory; the flow run's id when empty, else a new one.
+        data: what `prepare dataset` returned; without it the first rank prepares the data.
     """
     paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
     attempt = 1
@@ -124,6 +161,8 @@ def write_temp_config(
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
+    if data is not None:
+        write_atomic(paths.data, data.model_dump_json(indent=2))
     launch = build_launch_plan(
         paths=paths,
         run_id=paths.root.name,

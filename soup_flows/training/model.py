@@ -8,20 +8,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import attention
 from soup_flows.training.proof import dtype_of
-
-
-def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; a missing pad token becomes the end-of-sequence token (rows are never padded)."""
-    tokenizer = AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:

@@ -16,8 +16,7 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from soup_flows.batch import Steps, steps
-from soup_flows.data.report import prepare
-from soup_flows.errors import refuse
+from soup_flows.data.prepare import PreparedData
 from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
@@ -26,9 +25,10 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
-from soup_flows.training.batches import TokenRow, TokenRows
-from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
+from soup_flows.training.model import load_model, save_model, verify_saved
+from soup_flows.training.prepare import load_tokenizer
 from soup_flows.training.proof import collect
+from soup_flows.training.rows import prepared, token_rows
 from soup_flows.training.trainer import SoupTrainer
 
 
@@ -79,16 +79,15 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     _check_world(job.plan)
     job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
     rank.heartbeat(0, "load")
-    tokenizer = load_tokenizer(job.spec)
-    train_rows, eval_rows = load_rows(job, tokenizer)
+    data = prepared(job.spec, job.paths, job.is_main)
     settings = job.spec.training
     planned = steps(
-        len(train_rows), job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
+        data.train_rows, job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
     )
-    job.events.write("data", train_rows=len(train_rows), eval_rows=len(eval_rows), **planned.model_dump())
-    trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
+    job.events.write("data", train_rows=data.train_rows, eval_rows=data.eval_rows, **planned.model_dump())
+    trainer = build_trainer(job, planned, data)
     trainer.train()
-    final = trainer.evaluate() if eval_rows else {}
+    final = trainer.evaluate() if data.eval_rows else {}
     rank.heartbeat(trainer.state.global_step, "save")
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
@@ -134,65 +133,26 @@ def _check_world(plan: ShardingPlan) -> None:
             os.environ.pop(name, None)
 
 
-def load_rows(job: Job, tokenizer: Any) -> tuple[list[TokenRow], list[TokenRow]]:
-    """Tokenise the training and the held-out rows.
-
-    Returns:
-        Training rows and held-out rows, disjoint; the second list is empty when nothing is held out.
-
-    Raises:
-        Refused: when no row has a token to learn from.
-    """
-    spec = job.spec
-    rows = _tokenise(job, tokenizer, "dataset", spec.dataset)
-    if spec.data.eval_dataset:
-        return rows, _tokenise(job, tokenizer, "data.eval_dataset", spec.data.eval_dataset)
-    if not spec.data.eval_split:
-        return rows, []
-    held_out = max(1, round(len(rows) * spec.data.eval_split))
-    if held_out >= len(rows):
-        message = f"{spec.data.eval_split} holds out all {len(rows)} rows"
-        raise refuse("DATA020", "data.eval_split", message, "use a smaller share, or more rows")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(spec.training.seed)).tolist()
-    chosen = set(order[:held_out])
-    return (
-        [row for index, row in enumerate(rows) if index not in chosen],
-        [row for index, row in enumerate(rows) if index in chosen],
-    )
-
-
-def _tokenise(job: Job, tokenizer: Any, field: str, source: str) -> list[TokenRow]:
-    """Tokenise one source; rows that teach nothing are left out and counted in the event `data_report`."""
-    data = job.spec.data
-    encoded, report = prepare(
-        source, tokenizer, max_length=data.max_length, train_on=data.train_on, field=field
-    )
-    if job.is_main:
-        job.events.write("data_report", field=field, **report.model_dump(mode="json"))
-    return [TokenRow(row.input_ids, row.labels) for row in encoded]
-
-
-def build_trainer(
-    job: Job, planned: Steps, tokenizer: Any, train_rows: list[TokenRow], eval_rows: list[TokenRow]
-) -> SoupTrainer:
+def build_trainer(job: Job, planned: Steps, data: PreparedData) -> SoupTrainer:
     """Build arguments, then the model, then the trainer: ZeRO-3 needs them in this order."""
     plan, on_cpu = job.plan, job.plan.device == "cpu"
     if plan.engine == "deepspeed" and on_cpu:
         cpu.prepare_deepspeed()
     arguments = training_arguments(
-        job.spec, plan, planned, str(job.paths.checkpoints), job.launch.config_path, bool(eval_rows)
+        job.spec, plan, planned, str(job.paths.checkpoints), job.launch.config_path, data.eval_rows > 0
     )
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
+    train_rows, eval_rows = token_rows(job.spec, data)
     trainer = SoupTrainer(
         model=load_model(job.spec, plan),
         args=arguments,
         batch=plan.batch,
         eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
-        train_dataset=TokenRows(train_rows),
-        eval_dataset=TokenRows(eval_rows) if eval_rows else None,
-        processing_class=tokenizer,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=load_tokenizer(job.spec.model, job.spec.trust_remote_code),
         callbacks=[Reporter(job)],
     )
     trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once

@@ -44,8 +44,7 @@ class SoupTrainer(Trainer):
     def get_train_dataloader(self) -> StepLoader:
         """Return a loader of this rank's micro batches; accelerate must not shard it again."""
         rows: TokenRows = self.train_dataset
-        lengths = [len(row.input_ids) for row in rows.rows]
-        sampler = StepSampler(lengths, self.batch, self.args.process_index, self.args.seed)
+        sampler = StepSampler(rows.lengths, self.batch, self.args.process_index, self.args.seed)
         return StepLoader(
             rows, batch_sampler=sampler, collate_fn=flatten, pin_memory=self.args.dataloader_pin_memory
         )
@@ -100,10 +99,9 @@ class SoupTrainer(Trainer):
         was_training = model.training
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        lengths = [len(row.input_ids) for row in rows.rows]
         number, world_size = self.args.process_index, self.batch.world_size
         with torch.no_grad():
-            for indices in eval_batches(lengths, self.eval_tokens, number, world_size):
+            for indices in eval_batches(rows.lengths, self.eval_tokens, number, world_size):
                 inputs = self._prepare_inputs(flatten([rows[i] for i in indices]))
                 with self.compute_loss_context_manager():
                     loss, tokens = self.token_loss(model, inputs)

