@@ -156,6 +156,8 @@ class TrainingSpec(Group):
     @classmethod
     def _gpus_from_text(cls, value: object) -> object:
         """Accept `"4"` as well as 4, since command lines and forms send text."""
+        if isinstance(value, bool):
+            raise ValueError("true and false are not numbers of GPUs")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
     @model_validator(mode="after")
@@ -166,9 +168,7 @@ class TrainingSpec(Group):
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)} exclude each other; keep one of them")
         if named and self.strategy != "auto":
-            raise ValueError(
-                f"strategy={self.strategy!r} and {named[0]} exclude each other; keep one of them"
-            )
+            raise ValueError(f"{named[0]} and strategy={self.strategy} exclude each other; keep one of them")
         return self
 
 

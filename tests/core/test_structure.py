@@ -1,0 +1,175 @@
+"""The rules of the structure: who may import whom, what the wheel holds, what an import loads."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "soup_flows"
+
+# Each may import only what stands before it.
+CORE = (
+    "errors",
+    "paths",
+    "spec",
+    "batch",
+    "hardware",
+    "config_edit",
+    "deepspeed_file",
+    "deepspeed_resolve",
+    "deepspeed",
+    "fsdp",
+    "presets",
+    "architecture",
+    "gpus",
+    "memory",
+    "data",
+    "demo",
+    "sharding",
+    "proof",
+    "validation",
+    "launch",
+    "report",
+    "pages",
+)
+SHELL = {"tasks", "flows", "artifacts", "blocks", "cli"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "deepspeed",
+    "datasets",
+    "trl",
+    "safetensors",
+    "tokenizers",
+}
+
+
+def part_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> set[str]:
+    """Every dotted name that a file imports, at any depth; TYPE_CHECKING blocks are left out."""
+    found: set[str] = set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_keep_their_direction(file: Path) -> None:
+    part, names = part_of(file), imports(file)
+    ours = {name.split(".")[1] for name in names if name.startswith("soup_flows.")}
+    if part != "training":
+        # `soup-flows data --tokenizer` renders rows in its own process, never in a flow's.
+        allowed_heavy = {"transformers"} if file == PACKAGE / "data" / "command.py" else set()
+        assert not {name.split(".")[0] for name in names} & HEAVY - allowed_heavy
+        assert "training" not in ours
+    if part in CORE:
+        assert "prefect" not in {name.split(".")[0] for name in names}
+        allowed = {*CORE[: CORE.index(part)], part}
+        assert ours & {*CORE, *SHELL} <= allowed
+    elif part not in {"training", "__init__"}:
+        assert part in SHELL, f"say in this test where {part} stands"
+
+
+def test_import_is_light() -> None:
+    program = (
+        "import sys, soup_flows; heavy = {'torch', 'transformers', 'deepspeed', 'prefect', 'pydantic'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_flow_process_imports_no_training_stack() -> None:
+    program = (
+        "import sys, soup_flows; soup_flows.soup_train; import soup_flows.cli;"
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'peft', 'accelerate'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_loads() -> None:
+    import soup_flows
+
+    for name in soup_flows.__all__:
+        assert getattr(soup_flows, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = soup_flows.no_such_name
+
+
+def test_the_wheel_holds_soup_flows_alone(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="built without isolation, so that no network is needed")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"},
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.split("/")[0] for name in archive.namelist()}
+        assert "soup_flows/py.typed" in archive.namelist()
+    assert tops == {"soup_flows", "soup_flows-0.1.0.dist-info"}
+
+
+def test_the_folders_beside_the_package_are_no_packages() -> None:
+    for folder in ("flows", "blocks", "deployments"):
+        assert not (ROOT / folder / "__init__.py").exists()
+    stems = [f.stem for folder in ("flows", "blocks") for f in (ROOT / folder).glob("*.py")]
+    assert len(stems) == len(set(stems))
+
+
+def test_both_soup_train_flows_take_the_same_parameters() -> None:
+    import importlib.util
+    import inspect
+
+    from soup_flows.flows import soup_train
+
+    location = importlib.util.spec_from_file_location("soup_train_script", ROOT / "flows" / "soup_train.py")
+    assert location is not None
+    assert location.loader is not None
+    script = importlib.util.module_from_spec(location)
+    location.loader.exec_module(script)
+    own, copied = (inspect.signature(f.fn, eval_str=True) for f in (soup_train, script.soup_train))
+    assert own == copied
+    assert script.soup_train.name == soup_train.name == "soup-train"
+
+
+def test_the_flow_takes_every_field_of_the_spec() -> None:
+    import inspect
+
+    from soup_flows.flows import soup_train
+    from soup_flows.spec import TrainingSpec
+
+    parameters = inspect.signature(soup_train.fn).parameters
+    assert set(parameters) == set(TrainingSpec.model_fields)
+    for name, field in TrainingSpec.model_fields.items():
+        default = parameters[name].default
+        assert (
+            default is inspect.Parameter.empty
+            if field.is_required()
+            else default == field.get_default(call_default_factory=True)
+        )

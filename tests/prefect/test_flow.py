@@ -1,0 +1,140 @@
+"""The flow on a real Prefect server: a run with its artifacts, the pipeline example, and refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.client.schemas.objects import State
+
+from soup_flows.artifacts import load_run_config
+from soup_flows.flows import soup_train
+from soup_flows.report import TrainReport
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
+ROOT = Path(__file__).parents[2]
+
+
+def artifacts_of(state: State[Any]) -> dict[str, Any]:
+    flow_run_id = state.state_details.flow_run_id
+    assert flow_run_id is not None
+    wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+    with get_client(sync_client=True) as client:
+        return {
+            artifact.key or "": artifact.data for artifact in client.read_artifacts(artifact_filter=wanted)
+        }
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_its_config_report_and_log(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    state = soup_train(**parameters("zero2", tmp_path, max_steps=4), return_state=True)
+    assert state.is_completed()
+    report = state.result()
+    assert isinstance(report, TrainReport)
+
+    found = artifacts_of(state)
+    assert {"soup-train-config", "soup-train-report"} <= set(found)
+    assert found["soup-train-config"]["plan"]["strategy"] == "zero2"  # a dict, not text in quotes
+    page = found["soup-train-report"]
+    assert "```mermaid" in page
+    assert "DeepSpeedEngine stage 2" in page
+    assert str(report.model) in page
+
+    run_id = state.state_details.flow_run_id
+    config = load_run_config(run_id)
+    assert config.plan == report.plan
+    assert config.spec.deepspeed == "zero2"
+    assert config.launch.run_id == str(run_id) == Path(report.run_dir).name
+
+    with get_client(sync_client=True) as client:
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])))
+    assert any("step 4/4" in log.message for log in logs)
+
+
+def test_load_run_config_of_another_run(prefect_server: None) -> None:
+    with pytest.raises(LookupError, match="soup-train-config"):
+        load_run_config("00000000-0000-4000-8000-000000000000")
+
+
+@pytest.mark.ranks
+def test_the_pipeline_example_hands_the_model_on(tmp_path: Path) -> None:
+    location = importlib.util.spec_from_file_location(
+        "finetune_pipeline", ROOT / "flows" / "finetune_pipeline.py"
+    )
+    assert location is not None
+    assert location.loader is not None
+    script = importlib.util.module_from_spec(location)
+    location.loader.exec_module(script)
+    result = script.finetune_pipeline("ddp", str(tmp_path))
+    assert result["architecture"] == "LlamaForCausalLM"
+    assert (Path(result["model"]) / "model.safetensors").exists()
+
+
+def broken_json(folder: Path) -> dict[str, Any]:
+    file = folder / "broken.json"
+    file.write_text('{"zero_optimization": {"stage": 2},}')
+    return {"deepspeed_config": str(file)}
+
+
+def empty_data(folder: Path) -> dict[str, Any]:
+    file = folder / "empty.jsonl"
+    file.write_text("")
+    return {"dataset": str(file)}
+
+
+def no_config(folder: Path) -> dict[str, Any]:
+    (folder / "model").mkdir()
+    return {"model": str(folder / "model")}
+
+
+BAD = {
+    "unknown preset": (lambda _: {"deepspeed": "zero9"}, "deepspeed"),
+    "unknown fsdp preset": (lambda _: {"fsdp": "half_shard"}, "fsdp"),
+    "both strategies": (lambda _: {"deepspeed": "zero2", "fsdp": "full_shard"}, "deepspeed"),
+    "missing data file": (lambda folder: {"dataset": str(folder / "nowhere.jsonl")}, "dataset"),
+    "empty data set": (empty_data, "dataset"),
+    "unreadable JSON": (broken_json, "deepspeed_config"),
+    "missing JSON": (lambda folder: {"deepspeed_config": str(folder / "no.json")}, "deepspeed_config"),
+    "gpus=0": (lambda _: {"gpus": 0}, "gpus"),
+    "gpus=-1": (lambda _: {"gpus": -1}, "gpus"),
+    "gpus=many": (lambda _: {"gpus": "many"}, "gpus"),
+    "no gpus here": (lambda _: {"gpus": 2, "device": "auto"}, "gpus"),
+    "no config.json": (no_config, "model"),
+    "missing model": (lambda folder: {"model": str(folder / "none" / "here")}, "model"),
+    "unknown setting": (lambda _: {"training": {"lr": 1}}, "training.lr"),
+    "impossible batch": (lambda _: {"training": {"global_batch_size": 15}}, "global_batch_size"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_one_clear_error(
+    assets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    if case == "no gpus here":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    change, field = BAD[case]
+    output = tmp_path / "out"
+    values = {"model": assets["model"], "dataset": assets["dataset"], "gpus": 2, "device": "cpu"}
+    values |= {"output_dir": str(output), **change(tmp_path)}
+    state = soup_train(**values, return_state=True)
+    assert state.is_failed()
+    assert field in (state.message or "")
+    left = [path for path in output.rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["report.json"]
+    report = json.loads(left[0].read_text())
+    assert report["state"] == "refused"
+    assert field in {problem["field"] for problem in report["problems"]} or field in report["cause"]
+    assert "refused" in artifacts_of(state)["soup-train-report"]
