@@ -64,9 +64,10 @@ def finished(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest
         if key not in done:
             spec = parse_spec(parameters(preset, tmp_path_factory.mktemp("run"), **training))
             hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
-            plan = tasks.resolve_sharding_config.fn(spec, hardware)
+            data = tasks.prepare_dataset.fn(spec)
+            plan = tasks.resolve_sharding_config.fn(spec, hardware, data)
             problems = tasks.validate_strategy.fn(spec, hardware, plan)
-            launch = tasks.write_temp_config.fn(spec, hardware, plan)
+            launch = tasks.write_temp_config.fn(spec, hardware, plan, None, data)
             done[key] = tasks.launch_distributed_train.fn(launch, problems)
         return done[key]
 

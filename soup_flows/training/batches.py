@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -21,8 +22,8 @@ IGNORED = -100
 class TokenRow:
     """One tokenised row: `input_ids` and `labels` have equal length; labels are not shifted."""
 
-    input_ids: Sequence[int]
-    labels: Sequence[int]
+    input_ids: Sequence[int] | npt.NDArray[np.int32]
+    labels: Sequence[int] | npt.NDArray[np.int32]
 
 
 class TokenRows(Dataset[TokenRow]):

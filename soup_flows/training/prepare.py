@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -55,14 +56,15 @@ def prepare_here(spec: TrainingSpec) -> PreparedData:
     found = []
     for field, source in sources_of(spec):
         entry = entry_of(spec, folder, source, field)
-        report = stored(entry, lambda e=entry, s=source, f=field: _tokenise(spec, tokenizer, e, s, f))
+        report = stored(entry, functools.partial(_tokenise, spec, tokenizer, entry, source, field))
         found.append(PreparedSource(entry=str(entry), rows=len(lengths_of(entry)), report=report))
     return checked(spec, found)
 
 
 def _tokenise(spec: TrainingSpec, tokenizer: Any, entry: Path, source: str, field: str) -> DataReport:
     settings = settings_of(spec)
-    tally = Tally(source, tokenizer, spec.data.max_length)
+    limit = None if settings.task == "pretrain" else spec.data.max_length  # documents are divided, not cut
+    tally = Tally(source, tokenizer, limit)
     chunks = encode_source(source, tokenizer, settings, workers=worker_count(spec, source), field=field)
     report = write_entry(entry, chunks, tally, tokenizer)
     check_kept(source, report.rows_kept, tally.dropped, field=field)

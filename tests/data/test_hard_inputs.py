@@ -77,7 +77,6 @@ def test_row_4_is_dropped_and_named(name: str, tokenizer) -> None:
     assert item["reason"] == reason
     assert found in item["found"]
     assert item["wanted"]
-    assert [row.line for row in rows] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ROW_4)
