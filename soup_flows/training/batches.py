@@ -115,7 +115,7 @@ def flatten(rows: Sequence[TokenRow]) -> dict[str, Any]:
 
     Returns:
         `input_ids`, `position_ids`, `shift_labels` of shape (1, tokens): the label of position i is the token
-        after it within the same row; `cu_seq_lens` of shape (rows + 1): where each row begins and ends.
+        after it within the same row; `row_borders`: where each row begins, and the end of the last.
     """
     labels = [np.append(np.asarray(row.labels[1:], dtype=np.int64), IGNORED) for row in rows]
     lengths = [len(row.input_ids) for row in rows]
@@ -123,8 +123,25 @@ def flatten(rows: Sequence[TokenRow]) -> dict[str, Any]:
         "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64))[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "shift_labels": torch.from_numpy(np.concatenate(labels))[None],
-        "cu_seq_lens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32),
+        "row_borders": [0, *itertools.accumulate(lengths)],
     }
+
+
+def pad(rows: Sequence[TokenRow], pad_id: int) -> dict[str, Any]:
+    """Lay rows one below the other, padded on the right, for models that cannot keep rows apart otherwise.
+
+    Returns:
+        `input_ids`, `attention_mask`, `shift_labels` of shape (rows, longest row).
+    """
+    size = (len(rows), max(len(row.input_ids) for row in rows))
+    ids, mask = torch.full(size, pad_id), torch.zeros(size, dtype=torch.long)
+    labels = torch.full(size, IGNORED)
+    for number, row in enumerate(rows):
+        length = len(row.input_ids)
+        ids[number, :length] = torch.as_tensor(np.asarray(row.input_ids, dtype=np.int64))
+        labels[number, : length - 1] = torch.as_tensor(np.asarray(row.labels[1:], dtype=np.int64))
+        mask[number, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask, "shift_labels": labels}
 
 
 def eval_batches(lengths: Sequence[int], max_tokens: int, rank: int, world_size: int) -> list[list[int]]:

@@ -52,7 +52,7 @@ def prepare_here(spec: TrainingSpec) -> PreparedData:
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
     folder = tokenizer_folder(spec)
-    tokenizer = load_tokenizer(str(folder), spec.trust_remote_code)
+    tokenizer = load_tokenizer(spec)
     found = []
     for field, source in sources_of(spec):
         entry = entry_of(spec, folder, source, field)
@@ -97,20 +97,21 @@ def tokenizer_folder(spec: TrainingSpec) -> Path:
         raise refuse("DATA023", "model", f"the tokenizer could not be fetched: {error}", fix) from None
 
 
-def load_tokenizer(model: str, trust_remote_code: bool) -> Any:
-    """Load a tokenizer; a missing pad token becomes the end-of-sequence token (rows are never padded).
+def load_tokenizer(spec: TrainingSpec) -> Any:
+    """Load the tokenizer; a missing pad token becomes the end-of-sequence token (it is never trained as padding).
 
     Raises:
         Refused: if there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
+    folder = str(tokenizer_folder(spec))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
         words = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "give a folder with tokenizer.json"
-        raise refuse("DATA019", "model", f"{model} holds no usable tokenizer: {words}", fix) from None
+        raise refuse("DATA019", "model", f"{spec.model} holds no usable tokenizer: {words}", fix) from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -25,9 +25,9 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
-from soup_flows.training.model import load_model, save_model, verify_saved
-from soup_flows.training.prepare import load_tokenizer
+from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
 from soup_flows.training.proof import collect
+from soup_flows.training.result import compare, free_training_state, live_logits, merge_adapter, write_facts
 from soup_flows.training.rows import prepared, token_rows
 from soup_flows.training.trainer import SoupTrainer
 
@@ -85,25 +85,52 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
         data.train_rows, job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
     )
     job.events.write("data", train_rows=data.train_rows, eval_rows=data.eval_rows, **planned.model_dump())
-    trainer = build_trainer(job, planned, data)
+    tokenizer = load_tokenizer(job.spec)
+    trainer = build_trainer(job, planned, data, tokenizer)
     trainer.train()
     final = trainer.evaluate() if data.eval_rows else {}
+    live = live_logits(trainer, tokenizer)
     rank.heartbeat(trainer.state.global_step, "save")
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
     if job.is_main:
-        saved = verify_saved(job.paths.model, settings.method == "lora", trainer.state.global_step > 0)
-        result = {
-            "finished": True,
-            "step": trainer.state.global_step,
-            "total_steps": planned.total_steps,
-            "eval_loss": final.get("eval_loss"),
-            "model": str(job.paths.model),
-            "saved": saved,
-        }
-        write_json(job.attempt.result, result)
-        job.events.write("finished", **result)
-    trainer.accelerator.wait_for_everyone()
+        _finish(job, trainer, planned, data, final, live)
+
+
+def _finish(
+    job: Job, trainer: Any, planned: Steps, data: PreparedData, final: dict[str, float], live: torch.Tensor
+) -> None:
+    """Check the saved model, merge and describe it, and write the result; rank 0 alone, without a collective."""
+    folder, spec = job.paths.model, job.spec
+    step = trainer.state.global_step
+    saved = verify_saved(folder, spec.trains_adapters, step > 0)
+    free_training_state()
+    if spec.lora.merge_adapter:
+        rank.heartbeat(step, "merge")
+        job.events.write("merged", adapter=str(merge_adapter(spec, job.paths)))
+        saved = verify_saved(folder, False, step > 0)
+    rank.heartbeat(step, "verify")
+    compared = compare(spec, job.plan, folder, live, trainer.processing_class)
+    job.events.write("verified", **compared)
+    eval_loss = final.get("eval_loss")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    numbers = {
+        "rows": data.train_rows,
+        "optimizer steps": step,
+        "last training loss": f"{losses[-1]:.4f}" if losses else None,
+        "held-out loss": None if eval_loss is None else f"{eval_loss:.4f} on {data.eval_rows} rows",
+    }
+    write_facts(folder, trainer, spec, job.plan, numbers)
+    result = {
+        "finished": True,
+        "step": step,
+        "total_steps": planned.total_steps,
+        "eval_loss": eval_loss,
+        "model": str(folder),
+        "saved": saved,
+    }
+    write_json(job.attempt.result, result)
+    job.events.write("finished", **result)
 
 
 def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
@@ -133,7 +160,7 @@ def _check_world(plan: ShardingPlan) -> None:
             os.environ.pop(name, None)
 
 
-def build_trainer(job: Job, planned: Steps, data: PreparedData) -> SoupTrainer:
+def build_trainer(job: Job, planned: Steps, data: PreparedData, tokenizer: Any) -> Any:
     """Build arguments, then the model, then the trainer: ZeRO-3 needs them in this order."""
     plan, on_cpu = job.plan, job.plan.device == "cpu"
     if plan.engine == "deepspeed" and on_cpu:
@@ -144,23 +171,29 @@ def build_trainer(job: Job, planned: Steps, data: PreparedData) -> SoupTrainer:
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
-    train_rows, eval_rows = token_rows(job.spec, data)
-    trainer = SoupTrainer(
-        model=load_model(job.spec, plan),
-        args=arguments,
-        batch=plan.batch,
-        eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
-        train_dataset=train_rows,
-        eval_dataset=eval_rows,
-        processing_class=load_tokenizer(job.spec.model, job.spec.trust_remote_code),
-        callbacks=[Reporter(job)],
-    )
+    model, reporter = load_model(job.spec, plan), Reporter(job)
+    if job.spec.training.task == "dpo":
+        from soup_flows.training.preference import preference_trainer
+
+        trainer: Any = preference_trainer(job.spec, data, arguments, model, tokenizer, [reporter])
+    else:
+        train_rows, eval_rows = token_rows(job.spec, data)
+        trainer = SoupTrainer(
+            model=model,
+            args=arguments,
+            batch=plan.batch,
+            eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
+            packing=job.spec.data.packing,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            callbacks=[reporter],
+        )
     trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once
     if plan.strategy == "full_offload" and on_cpu:
         cpu.unpin_fsdp_offload(trainer)
     job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
-    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
-    callback.trainer = trainer
+    reporter.trainer = trainer
     return trainer
 
 

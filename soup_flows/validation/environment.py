@@ -26,7 +26,7 @@ def _missing_deepspeed(context: Context) -> str | None:
 
 
 def _missing_peft(context: Context) -> str | None:
-    return _missing("peft") if context.spec.training.method == "lora" else None
+    return _missing("peft") if context.spec.trains_adapters else None
 
 
 def _unwritable_output(context: Context) -> str | None:

@@ -81,7 +81,7 @@ def test_workers_change_nothing(
 
     many = tmp_path / "many.jsonl"
     many.write_text("".join(lines(assets["dataset"]) * 9 + ['{"messages": []}\n']))
-    tokenizer = load_tokenizer(assets["model"], False)
+    tokenizer = load_tokenizer(spec())
     found = []
     for workers in (1, 3):
         entry = tmp_path / f"entry-{workers}"
@@ -99,7 +99,7 @@ def test_stored_rows_are_the_encoded_rows(spec: Callable[..., TrainingSpec], ass
     from soup_flows.training.prepare import load_tokenizer
 
     rows = StoredRows(Path(prepare_here(spec(max_length=1024)).train.entry))
-    tokenizer = load_tokenizer(assets["model"], False)
+    tokenizer = load_tokenizer(spec())
     for number in (0, 7, len(rows) - 1):
         messages = json.loads(lines(assets["dataset"])[number])["messages"]
         wanted = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
