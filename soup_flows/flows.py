@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -10,7 +12,7 @@ from prefect import flow, runtime
 
 from soup_flows.artifacts import RunConfig, save_report, save_run_config
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Refused, TrainingFailed
+from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
@@ -89,7 +91,9 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
     """Run the six tasks with `values` as the spec; see `soup_train`."""
     run_id = runtime.flow_run.id or str(uuid4())
     try:
-        spec = resolve_demo(parse_spec(values))
+        spec = parse_spec(values)
+        _check_output_outlives_the_run(spec)
+        spec = resolve_demo(spec)
         hardware = detect_hardware(spec.device, [spec.output_dir])
         data = prepare_dataset(spec)
         plan = resolve_sharding_config(spec, hardware, data)
@@ -106,6 +110,23 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         raise
     save_report(report)
     return report
+
+
+def _check_output_outlives_the_run(spec: TrainingSpec) -> None:
+    """Refuse to write a model into the temporary folder that a process worker deletes after the run."""
+    folder = Path(spec.output_dir).expanduser()
+    temporary = Path(tempfile.gettempdir()).resolve()
+    doomed = [
+        p for p in (Path.cwd(), *Path.cwd().parents) if p.parent == temporary and p.name.endswith("prefect")
+    ]
+    if runtime.deployment.id is not None and not folder.is_absolute() and doomed:
+        raise refuse(
+            "FLOW001",
+            "output_dir",
+            f"{spec.output_dir!r} is relative, and the worker deletes its working folder {doomed[0]} after the run",
+            "give an absolute folder, or set the work pool's job variable working_dir",
+            "prefect 3.9.1 workers/process.py (TemporaryDirectory)",
+        )
 
 
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:

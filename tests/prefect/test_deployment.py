@@ -80,8 +80,11 @@ def test_deployment_run_ends_with_a_model(tmp_path: Path) -> None:
             timeout=GENEROUS_S,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
+        assert done.returncode == 0, done.stdout + done.stderr + log.read_text() + messages()
         return done.stdout
+
+    def messages() -> str:
+        return "".join(f"\n{run['state']['message']}" for run in get(f"{api}/flow_runs/filter", {}))
 
     server_argv = [*prefect, "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     with process(server_argv, env, tmp_path, log) as server:
@@ -89,7 +92,8 @@ def test_deployment_run_ends_with_a_model(tmp_path: Path) -> None:
         run("work-pool", "create", "--type", "process", "gpu")
         run("--no-prompt", "deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
         worker_argv = [*prefect, "worker", "start", "--pool", "gpu"]
-        with process(worker_argv, env, tmp_path, log):
+        (tmp_path / "box").mkdir()
+        with process(worker_argv, env, tmp_path / "box", log):
             run(
                 *("deployment", "run", "soup-train/demo", "-p", "deepspeed=zero3", "--watch"),
                 *("-p", 'training={"max_steps": 6, "learning_rate": 0.002}'),
@@ -100,7 +104,7 @@ def test_deployment_run_ends_with_a_model(tmp_path: Path) -> None:
         data = {artifact["key"]: artifact["data"] for artifact in found}
         assert data["soup-train-config"]["plan"]["strategy"] == "zero3"
         assert "## Proof" in data["soup-train-report"]
-        (model,) = tmp_path.rglob("model/model.safetensors")
+        (model,) = (tmp_path / "box" / "demo-output" / "runs").glob("*/model/model.safetensors")
         with safe_open(str(model), framework="pt") as stored:
             assert len(list(stored.keys())) == 39
         code = (

@@ -96,6 +96,7 @@ def test_the_run_directory_tells_the_whole_run(finished: Runner) -> None:
         "launcher.log",
         "rank_0.log",
         "rank_1.log",
+        "supervisor.log",
     ]
     assert "step 1/20" in (run / "attempt-1" / "logs" / "rank_0.log").read_text()
     assert not list((run / "tmp").iterdir()) if (run / "tmp").exists() else True
