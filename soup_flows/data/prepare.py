@@ -8,22 +8,19 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 import soup_flows
+from soup_flows.child import call
 from soup_flows.data.encoding import Settings
 from soup_flows.data.formats import check_kept
 from soup_flows.data.reading import list_files
 from soup_flows.data.report import DataReport
 from soup_flows.data.store import lengths_of, read_report
 from soup_flows.data.values import Dropped
-from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.errors import refuse
 from soup_flows.spec import TrainingSpec
 
 _LAYOUT = 1
@@ -172,18 +169,11 @@ def checked(spec: TrainingSpec, found: list[PreparedSource]) -> PreparedData:
 
 
 def _in_a_process(spec: TrainingSpec) -> PreparedData:
-    """Run `python -m soup_flows.training.prepare` and read what it leaves."""
-    with tempfile.TemporaryDirectory(prefix="soup-prepare-") as folder:
-        request, answer = Path(folder, "spec.json"), Path(folder, "answer.json")
-        request.write_text(spec.model_dump_json())
-        argv = [sys.executable, "-m", "soup_flows.training.prepare", str(request), str(answer)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-        try:
-            value: dict[str, Any] = json.loads(answer.read_text())
-        except (OSError, ValueError):
-            tail = "\n".join(done.stderr.strip().splitlines()[-5:]) or f"exit code {done.returncode}"
-            fix = "pip install 'soup-flows[train]' on this machine; more memory if it was killed"
-            raise refuse("DATA022", "dataset", f"the data could not be prepared: {tail}", fix) from None
-    if "problems" in value:
-        raise Refused([Problem.model_validate(problem) for problem in value["problems"]])
+    value = call(
+        "soup_flows.training.prepare",
+        spec.model_dump_json(),
+        rule="DATA022",
+        field="dataset",
+        what="the data could not be prepared",
+    )
     return PreparedData.model_validate(value)

@@ -57,7 +57,8 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
     if packs(spec):
         refuse_signature(model)
     model.config.use_cache = False
-    return add_adapters(model, spec) if spec.trains_adapters else model
+    # TRL puts the adapters itself, to use the model without them as the reference
+    return add_adapters(model, spec) if spec.trains_adapters and spec.training.task != "dpo" else model
 
 
 def packs(spec: TrainingSpec) -> bool:
@@ -115,12 +116,12 @@ def quantised(compute: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
 
 
-def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
-    """Freeze the model and put LoRA adapters beside the asked modules."""
-    from peft import LoraConfig, get_peft_model
+def lora_config(spec: TrainingSpec) -> Any:
+    """Return peft's config of the adapters."""
+    from peft import LoraConfig
 
     lora = spec.lora
-    config = LoraConfig(
+    return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -129,7 +130,13 @@ def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
         use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
+
+
+def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
+    """Freeze the model and put LoRA adapters beside the asked modules."""
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, lora_config(spec))
     if spec.training.method == "qlora":  # FSDP wants one dtype: that of the stored 4-bit weights
         for parameter in adapted.parameters():
             if parameter.requires_grad:

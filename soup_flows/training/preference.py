@@ -11,6 +11,7 @@ from trl import DPOConfig, DPOTrainer
 
 from soup_flows.data.prepare import PreparedData
 from soup_flows.spec import TrainingSpec
+from soup_flows.training.model import lora_config
 from soup_flows.training.rows import split_rows
 
 
@@ -60,4 +61,5 @@ def preference_trainer(
         eval_dataset=held_out,
         processing_class=tokenizer,
         callbacks=callbacks,
+        peft_config=lora_config(spec) if spec.trains_adapters else None,
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from soup_flows.child import answer
 from soup_flows.data.encoding import encode_source
 from soup_flows.data.formats import check_kept
 from soup_flows.data.prepare import (
@@ -24,24 +25,13 @@ from soup_flows.data.prepare import (
 from soup_flows.data.reading import list_files
 from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
-from soup_flows.errors import Refused, refuse
-from soup_flows.paths import write_atomic, write_json
+from soup_flows.errors import refuse
 from soup_flows.spec import TrainingSpec
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
 WORKER_MEMORY = 400 * 2**20
 """Bytes of memory reckoned for a worker; most of a forked process is shared."""
-
-
-def main(argv: list[str]) -> int:
-    """Prepare the data of the spec in the file SPEC and write what became of it to ANSWER."""
-    spec = TrainingSpec.model_validate_json(Path(argv[0]).read_bytes())
-    try:
-        write_atomic(Path(argv[1]), prepare_here(spec).model_dump_json())
-    except Refused as refused:
-        write_json(Path(argv[1]), {"problems": [problem.model_dump() for problem in refused.problems]})
-    return 0
 
 
 def prepare_here(spec: TrainingSpec) -> PreparedData:
@@ -118,4 +108,9 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(
+        answer(
+            sys.argv[1:],
+            lambda text: prepare_here(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
+        )
+    )
