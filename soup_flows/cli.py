@@ -78,7 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("preset", nargs="?", default="zero2", help="a DeepSpeed or FSDP preset, or ddp")
     demo.add_argument("--output-dir", "--output_dir", default="demo-output", metavar="DIR")
     shards = command("consolidate", _consolidate, "Write the shards of a checkpoint as one model folder.")
-    shards.add_argument("checkpoint", help="folder of a DCP, FSDP or ZeRO checkpoint, or pytorch_model_fsdp.bin")
+    shards.add_argument(
+        "checkpoint", help="folder of a DCP, FSDP or ZeRO checkpoint, or pytorch_model_fsdp.bin"
+    )
     shards.add_argument("-o", "--output", required=True, metavar="OUT", help="the folder to write")
     shards.add_argument("--model", metavar="DIR", help="folder with config.json and the tokenizer")
     shards.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the output")
@@ -262,9 +264,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
     """Consolidate a checkpoint and say what was written."""
     from soup_flows.consolidate import consolidate
 
-    found = consolidate(
-        arguments.checkpoint, arguments.output, model=arguments.model, dtype=arguments.dtype
-    )
+    found = consolidate(arguments.checkpoint, arguments.output, model=arguments.model, dtype=arguments.dtype)
     if arguments.json:
         _print_json(found.model_dump())
     else:

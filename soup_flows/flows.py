@@ -15,6 +15,7 @@ from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
+from soup_flows.sharding import make_plan
 from soup_flows.spec import (
     DataSettings,
     DeepSpeedPreset,
@@ -95,6 +96,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         _check_output_outlives_the_run(spec)
         spec = resolve_demo(spec)
         hardware = detect_hardware(spec.device, [spec.output_dir])
+        make_plan(spec, hardware)  # what cannot be planned is refused before a row is read
         data = prepare_dataset(spec)
         plan = resolve_sharding_config(spec, hardware, data)
         problems = validate_strategy(spec, hardware, plan)
