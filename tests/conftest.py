@@ -81,7 +81,7 @@ def finished(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest
             rows = tasks.prepare_dataset.fn(spec)
             plan = tasks.resolve_sharding_config.fn(spec, hardware, rows)
             problems = tasks.validate_strategy.fn(spec, hardware, plan)
-            launch = tasks.write_temp_config.fn(spec, hardware, plan, None, rows)
+            launch = tasks.write_temp_config.fn(spec, hardware, plan, data=rows)
             done[key] = tasks.launch_distributed_train.fn(launch, problems)
         return done[key]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from soup_flows.sharding import ShardingPlan
@@ -25,7 +28,7 @@ class UnsuitableModel(RuntimeError):
     advice = "Set data.packing=false: rows are then padded, which every causal language model can do."
 
 
-def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
+def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = None) -> PreTrainedModel:
     """Load the model; under ZeRO-3 it is partitioned while it is built.
 
     `TrainingArguments` must exist by then, since Transformers reads the ZeRO stage from it.
@@ -33,6 +36,11 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
     A full fine-tune keeps fp32 weights and computes in the plan's dtype: updates of bf16 weights round away
     (at a learning rate of 1e-5 most weights never move). DeepSpeed keeps fp32 copies itself. Frozen weights
     under adapters are loaded in the compute dtype.
+
+    Args:
+        spec: what was asked.
+        plan: the resolved plan.
+        weights: a checkpoint whose weights (or adapters) are taken instead of the model's, or None.
 
     Raises:
         UnsuitableModel: if rows are to be laid end to end and the model cannot keep them apart.
@@ -48,8 +56,9 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
         given["attn_implementation"] = attention.choose(plan.device, compute)
     if spec.training.method == "qlora":
         given |= quantised(compute)
+    source = weights if weights and not spec.trains_adapters else spec.model
     try:
-        model = AutoModelForCausalLM.from_pretrained(spec.model, **given)
+        model = AutoModelForCausalLM.from_pretrained(source, **given)
     except ValueError as error:
         if packs(spec) and "attention" in str(error):  # Transformers' words for a class without an interface
             raise UnsuitableModel(f"rows cannot be laid end to end: {error}") from None
@@ -57,8 +66,26 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
     if packs(spec):
         refuse_signature(model)
     model.config.use_cache = False
-    # TRL puts the adapters itself, to use the model without them as the reference
-    return add_adapters(model, spec) if spec.trains_adapters and spec.training.task != "dpo" else model
+    if not spec.trains_adapters or spec.training.task == "dpo":
+        return model  # TRL puts the adapters itself, to use the model without them as the reference
+    adapted = add_adapters(model, spec)
+    if weights:
+        load_adapters(adapted, Path(weights))
+    return adapted
+
+
+def load_adapters(model: Any, checkpoint: Path) -> None:
+    """Load saved adapters into `model`; under ZeRO-3 each parameter is gathered for it on every rank."""
+    from peft import set_peft_model_state_dict
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gathered: Any = contextlib.nullcontext()
+    if any(hasattr(p, "ds_id") for p in parameters):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    with gathered:
+        set_peft_model_state_dict(model, load_file(str(checkpoint / "adapter_model.safetensors")))
 
 
 def packs(spec: TrainingSpec) -> bool:
@@ -152,6 +179,9 @@ def save_model(trainer: Any, folder: Path) -> None:
     The folder is written under another name and renamed when it is complete.
     """
     beside = folder.with_name(f".{folder.name}.tmp")
+    if trainer.is_world_process_zero():
+        shutil.rmtree(beside, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(beside))
     if trainer.is_world_process_zero():
         # A pickle of the arguments: nobody should have to unpickle anything to use the model.
@@ -161,6 +191,10 @@ def save_model(trainer: Any, folder: Path) -> None:
             values = json.loads(config.read_text())
             values["use_cache"] = True
             config.write_text(json.dumps(values, indent=2) + "\n")
+        if folder.exists():  # an attempt before was killed between this and its result
+            old = folder.with_name(f".{folder.name}.old")
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
         beside.rename(folder)
     trainer.accelerator.wait_for_everyone()
 

@@ -11,8 +11,10 @@ from trl import DPOConfig, DPOTrainer
 
 from soup_flows.data.prepare import PreparedData
 from soup_flows.spec import TrainingSpec
-from soup_flows.training.model import lora_config
+from soup_flows.training.clock import WorkClock
+from soup_flows.training.model import load_adapters, lora_config
 from soup_flows.training.rows import split_rows
+from soup_flows.training.saving import SavingTrainer
 
 
 def pairs_of(spec: TrainingSpec, data: PreparedData) -> tuple[Dataset, Dataset | None]:
@@ -31,11 +33,28 @@ def _read(entry: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-class PreferenceTrainer(DPOTrainer):
+class PreferenceTrainer(SavingTrainer, DPOTrainer):
     """TRL's trainer; the model as it was before training is the reference.
 
     With adapters that is the model without them, else TRL loads a second copy and shards it like the first.
     """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.clock = WorkClock(self.args.device)
+        self.step_tokens = 0
+        """Tokens of this rank's pairs in the present optimizer step, padding included."""
+
+    def get_batch_samples(self, *arguments: Any) -> Any:
+        """Count the tokens of the step."""
+        micro, items = super().get_batch_samples(*arguments)
+        self.step_tokens = sum(m["input_ids"].numel() for m in micro)
+        return micro, items
+
+    def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+        """Time the forward pass."""
+        with self.clock.forward():
+            return super().compute_loss(*arguments, **options)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Build the optimizer without empty parameter groups; see `SoupTrainer.create_optimizer`."""
@@ -51,10 +70,21 @@ def preference_trainer(
     model: Any,
     tokenizer: Any,
     callbacks: list[Any],
+    weights: str | None = None,
 ) -> PreferenceTrainer:
-    """Build the trainer; `arguments` must exist before `model` does."""
+    """Build the trainer; `arguments` must exist before `model` does.
+
+    Args:
+        spec: what was asked.
+        data: the prepared pairs.
+        arguments: what `training_arguments` returned.
+        model: without adapters.
+        tokenizer: of the run.
+        callbacks: of the run.
+        weights: a checkpoint whose adapters are taken, or None.
+    """
     train, held_out = pairs_of(spec, data)
-    return PreferenceTrainer(
+    trainer = PreferenceTrainer(
         model=model,
         args=arguments,
         train_dataset=train,
@@ -63,3 +93,6 @@ def preference_trainer(
         callbacks=callbacks,
         peft_config=lora_config(spec) if spec.trains_adapters else None,
     )
+    if weights and spec.trains_adapters:
+        load_adapters(trainer.model, Path(weights))
+    return trainer

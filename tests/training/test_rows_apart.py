@@ -43,7 +43,9 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "mistral, window 8": MistralConfig(**SIZES, sliding_window=8),
     "gemma2, softcap and window": Gemma2Config(**SIZES, sliding_window=8, attn_logit_softcapping=2.0),
-    "gpt-oss, sinks and window": GptOssConfig(**SIZES, sliding_window=8, num_local_experts=4, num_experts_per_tok=2),
+    "gpt-oss, sinks and window": GptOssConfig(
+        **SIZES, sliding_window=8, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 ROWS = [
     TokenRow(list(range(2, 2 + length)), [IGNORED] * (length // 2) + list(range(2 + length // 2, 2 + length)))
