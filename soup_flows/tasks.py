@@ -35,7 +35,7 @@ from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_run
 from soup_flows.resume import find_start
-from soup_flows.sharding import ShardingPlan, make_plan
+from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import asked_to_stop
 from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
@@ -73,6 +73,9 @@ def prepare_dataset(spec: TrainingSpec) -> PreparedData:
         Refused: if the data cannot be read, or no row can be trained.
     """
     try:
+        read_model_config(
+            spec.model
+        )  # a folder that is no model is refused in better words than a tokenizer's
         data = prepare_data(spec)
     except Refused as refused:
         raise _with_others(refused, spec) from None

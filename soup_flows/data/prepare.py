@@ -21,7 +21,6 @@ from soup_flows.data.report import DataReport
 from soup_flows.data.store import lengths_of, read_report
 from soup_flows.data.values import Dropped
 from soup_flows.errors import refuse
-from soup_flows.sharding import read_model_config
 from soup_flows.spec import TrainingSpec
 
 _LAYOUT = 1
@@ -132,7 +131,6 @@ def prepare_data(spec: TrainingSpec) -> PreparedData:
         Refused: if the data or the tokenizer cannot be used, no row can be trained, or a row is faulty and
             `data.bad_rows` is `refuse`.
     """
-    read_model_config(spec.model)  # a folder that is no model is refused in better words than a tokenizer's
     return cached_data(spec) or _in_a_process(spec)
 
 
