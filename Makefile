@@ -18,7 +18,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types
-	$(BIN)/python -m pytest -m "not ranks and not server" -q $(ARGS)
+	$(BIN)/python -m pytest -m "not ranks and not server" -q -n 2 $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
