@@ -61,11 +61,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=list(NAMES), choices=[*NAMES, []], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=list(NAMES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     moments, rows = random.Random(arguments.seed), []
     with TemporaryDirectory() as temporary, Site.start() as site:
         for name in arguments.names:
