@@ -16,6 +16,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.data.page import markdown
+from soup_flows.data.report import DataReport
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+DATA_KEY = "soup-train-data"
 ATTEMPTS_KEY = "soup-train-attempts"
 VALIDATION_KEY = "soup-train-validation"
 
@@ -76,6 +79,13 @@ def _save_page(key: str, page: str, description: str) -> None:
         create_artifact(key, "markdown", page, description)
     except Exception as error:
         logger.warning("the artifact %s could not be saved: %s", key, error)
+
+
+def save_data_report(report: DataReport) -> None:
+    """Keep the data report as the markdown artifact `soup-train-data` of the current run."""
+    create_artifact(
+        DATA_KEY, "markdown", markdown(report), "Rows, drops, tokens, lengths, one row with its mask."
+    )
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

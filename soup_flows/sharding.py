@@ -75,6 +75,7 @@ def make_plan(spec: TrainingSpec, hardware: Hardware, rows: int | None = None) -
     device, world_size, world_reason = _world(spec, hardware)
     dtype, dtype_reason = _dtype(spec, hardware, device)
     strategy, reason = _strategy(spec, world_size, user_config)
+    _refuse_method(spec, strategy, device)
     batch, batch_reason = _batch(spec, world_size, user_config)
     config, notes = _config(spec, strategy, hardware, device, dtype, batch, user_config)
     optimizer: OptimizerName = "adamw_torch_fused"
@@ -180,6 +181,23 @@ def _strategy(spec: TrainingSpec, world_size: int, user_config: dict[str, Any] |
             "PLAN006", "strategy", f"single means one rank, not {world_size}", "use gpus=1 or strategy=ddp"
         )
     return "single", "as asked" if spec.strategy == "single" else "one rank shards nothing"
+
+
+def _refuse_method(spec: TrainingSpec, strategy: str, device: str) -> None:
+    """Refuse methods that cannot run on the device or under the strategy."""
+    if spec.training.method == "qlora" and device == "cpu":
+        message = "4-bit weights (bitsandbytes) are trained on GPUs only"
+        raise refuse("PLAN012", "training.method", message, "use method=lora on CPU")
+    if spec.training.method == "qlora" and (strategy == "zero++" or strategy.startswith("zero3")):
+        message = f"{strategy} does not shard 4-bit weights: every GPU would hold the whole model"
+        fix = "use method=lora, or fsdp=full_shard, or deepspeed=zero2"
+        source = "transformers/modeling_utils.py, quantized models skip zero.Init"
+        raise refuse("PLAN013", "training.method", message, fix, source)
+    if spec.lora.merge_adapter and not spec.trains_adapters:
+        message = "there is no adapter to merge with training.method=full"
+        raise refuse(
+            "PLAN014", "lora.merge_adapter", message, "set training.method=lora, or merge_adapter=false"
+        )
 
 
 def _nearest_preset(config: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ def training_arguments(
     config_path: str | None,
     evaluate: bool,
     evaluate_first: bool,
-) -> TrainingArguments:
+) -> Any:
     """Build the arguments; for DeepSpeed and FSDP this also starts the process group.
 
     Args:
@@ -31,15 +31,25 @@ def training_arguments(
         config_path: the DeepSpeed JSON of this attempt.
         evaluate: whether there are held-out rows.
         evaluate_first: whether they are evaluated before the first step.
+
+    Returns:
+        `TrainingArguments`, or TRL's `DPOConfig` for the task `dpo`.
     """
+    kind: Any = TrainingArguments
     train, on_cpu = spec.training, plan.device == "cpu"
     engine: dict[str, Any] = {}
     if plan.engine == "deepspeed":
         engine["deepspeed"] = config_path
     elif plan.engine == "fsdp":
         engine.update(fsdp=True, fsdp_config=dict(plan.config))
-    return TrainingArguments(
+    if train.task == "dpo":
+        from trl import DPOConfig
+
+        kind = DPOConfig
+        engine.update(max_length=spec.data.max_length, beta=train.dpo_beta, gradient_checkpointing=False)
+    return kind(
         output_dir=output_dir,
+        per_device_eval_batch_size=plan.batch.per_device_train_batch_size,
         per_device_train_batch_size=plan.batch.per_device_train_batch_size,
         gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
         max_steps=steps.total_steps,
