@@ -36,7 +36,9 @@ def once(site: Site, name: str, folder: Path, moment_s: float) -> dict[str, Any]
     run_id = site.submit(soup_train, values, stream_output=True)
     watch = Watch(RunPaths.of(folder, str(run_id)), lambda: True)
     while not proc.marked(str(run_id)):
-        time.sleep(0.05)
+        if (state := site.state(run_id)).is_final():
+            raise RuntimeError(f"the run ended before it began to train: {state.name} {state.message}")
+        time.sleep(0.2)
     time.sleep(moment_s)
     begun = time.time()
     (supervisor,) = proc.marked(str(run_id), proc.SUPERVISOR_MARKER) or (0,)
