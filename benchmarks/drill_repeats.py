@@ -36,7 +36,9 @@ def once(site: Site, name: str, folder: Path, moment_s: float) -> dict[str, Any]
     run_id = site.submit(soup_train, values, stream_output=True)
     watch = Watch(RunPaths.of(folder, str(run_id)), lambda: True)
     while not proc.marked(str(run_id)):
-        time.sleep(0.05)
+        if (state := site.state(run_id)).is_final():
+            raise RuntimeError(f"the run ended before it began to train: {state.name} {state.message}")
+        time.sleep(0.2)
     time.sleep(moment_s)
     begun = time.time()
     (supervisor,) = proc.marked(str(run_id), proc.SUPERVISOR_MARKER) or (0,)
@@ -61,11 +63,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=list(NAMES), choices=[*NAMES, []], metavar="NAME")
+    parser.add_argument("names", nargs="*", default=list(NAMES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     moments, rows = random.Random(arguments.seed), []
     with TemporaryDirectory() as temporary, Site.start() as site:
         for name in arguments.names:

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from soup_flows.hardware import detect
+from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
 from soup_flows.live import LiveView
 from soup_flows.paths import write_json
+from soup_flows.sharding import ShardingPlan
+from soup_flows.spec import TrainingSpec
 
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -76,3 +78,23 @@ def free_devices(devices: list[Device], folder: Path | None = None) -> set[str]:
     where = folder or lease_folder()
     good = [device for device in devices if device.sick is None and device.occupied is None]
     return {device.id for device in good if holder(where, device.id) is None}
+
+
+def free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
+    """For `gpus="auto"`: leave out GPUs that are sick, used or leased at present, unless that is all of them."""
+    if spec.gpus != "auto" or spec.device == "cpu" or spec.launcher.lease == "off" or not hardware.gpus:
+        return hardware
+    free = free_devices(gpu_devices(hardware.gpus))
+    gpus = tuple(gpu for gpu in hardware.gpus if gpu.uuid in free)
+    return hardware.model_copy(update={"gpus": gpus}) if gpus else hardware
+
+
+def lease_settings(spec: TrainingSpec, plan: ShardingPlan) -> LeaseSettings | None:
+    """GPUs are leased unless that is turned off; CPU cores only when asked for, since ranks may share them."""
+    if spec.launcher.lease == "off" or (spec.launcher.lease == "auto" and plan.device == "cpu"):
+        return None
+    wait_min = spec.launcher.max_wait_min
+    return LeaseSettings(
+        kind="core" if plan.device == "cpu" else "gpu",
+        max_wait_s=None if wait_min is None else wait_min * 60,
+    )

@@ -18,16 +18,15 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from soup_flows.artifacts import save_data_report
-from soup_flows.attempt import free_devices, run_attempt
+from soup_flows.attempt import free_now, lease_settings, run_attempt
 from soup_flows.attempts import record, where_stopped
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.advice import ADVICE
-from soup_flows.launch.devices import gpu_devices
 from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
-from soup_flows.launch.plan import LaunchPlan, LeaseSettings, StallSettings, build_launch_plan
+from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
 from soup_flows.ledger import Change
 from soup_flows.live import emit_end
@@ -120,7 +119,7 @@ def resolve_sharding_config(
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
-    hardware = _free_now(spec, hardware)
+    hardware = free_now(spec, hardware)
     plan = plan_or_explain(spec, hardware, count_rows(spec) if data is None else data.train_rows)
     plan, mended = apply_fixes(spec, hardware, plan)
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
@@ -209,7 +208,7 @@ def write_temp_config(
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=_devices(hardware, plan),
         stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
-        lease=_lease(spec, plan),
+        lease=lease_settings(spec, plan),
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     _logger().info("Run directory: %s", paths.root)
@@ -231,26 +230,6 @@ def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths) -> st
         return str(write_atomic(paths.temp / "deepspeed_config.json", content))
     write_json(paths.config(plan.engine), plan.config)
     return write_deepspeed_config(plan.config, paths.temp)
-
-
-def _free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
-    """For `gpus="auto"`: leave out GPUs that are sick, used or leased at present, unless that is all of them."""
-    if spec.gpus != "auto" or spec.device == "cpu" or spec.launcher.lease == "off" or not hardware.gpus:
-        return hardware
-    free = free_devices(gpu_devices(hardware.gpus))
-    gpus = tuple(gpu for gpu in hardware.gpus if gpu.uuid in free)
-    return hardware.model_copy(update={"gpus": gpus}) if gpus else hardware
-
-
-def _lease(spec: TrainingSpec, plan: ShardingPlan) -> LeaseSettings | None:
-    """GPUs are leased unless that is turned off; CPU cores only when asked for, since ranks may share them."""
-    if spec.launcher.lease == "off" or (spec.launcher.lease == "auto" and plan.device == "cpu"):
-        return None
-    wait_min = spec.launcher.max_wait_min
-    return LeaseSettings(
-        kind="core" if plan.device == "cpu" else "gpu",
-        max_wait_s=None if wait_min is None else wait_min * 60,
-    )
 
 
 def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:

@@ -226,8 +226,7 @@ class Watch:
     def _notes(self, name: str, diagnosis: Diagnosis | None) -> tuple[str, ...]:
         notes = [] if diagnosis is None or not diagnosis.cause else [diagnosis.cause]
         if name == "bad_row":
-            events = tail_events(self.attempt.events).poll()
-            dropped = [row for e in events if e["kind"] == "data_report" for row in e.get("dropped", ())]
+            dropped = json.loads(self.paths.data.read_text())["train"]["report"]["dropped"]
             notes.append(f"rows left out: {json.dumps(dropped)[:500]}")
         return tuple(notes)
 

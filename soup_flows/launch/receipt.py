@@ -6,13 +6,18 @@ import contextlib
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
+from soup_flows.launch import layout
 from soup_flows.paths import AttemptPaths, write_json
 
 # torch 2.13, distributed/elastic/multiprocessing/api.py, SubprocessContext._poll
 _FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+
+SAVING_REASONS = ("signal", "stopped", "preempted", "holder_gone", "timeout")
+"""Ends in which the ranks are well and may save a checkpoint first."""
 
 
 def first_failure(launcher_log: Path) -> dict[str, int] | None:
@@ -22,6 +27,13 @@ def first_failure(launcher_log: Path) -> dict[str, int] | None:
     except OSError:
         return None
     return dict(zip(("exit_code", "rank", "pid"), map(int, found.groups()), strict=True)) if found else None
+
+
+def announce_stop(attempt: Path, reason: str, grace_s: float) -> None:
+    """Tell the ranks, before they are asked to end, how long they have; only where they may save first."""
+    if reason in SAVING_REASONS:
+        with contextlib.suppress(OSError):
+            write_json(layout.stopping(attempt), {"reason": reason, "deadline": time.time() + grace_s})
 
 
 def write_receipt(attempt: Path, receipt: dict[str, Any]) -> None:

@@ -29,9 +29,8 @@ from typing import Any
 from soup_flows.launch import layout, proc
 from soup_flows.launch.kernel import kernel_lines
 from soup_flows.launch.pump import Pump, RotatingLog, make_fifo
-from soup_flows.launch.receipt import first_failure, remove_temporary, write_receipt
+from soup_flows.launch.receipt import announce_stop, first_failure, remove_temporary, write_receipt
 from soup_flows.launch.watchdog import Watchdog
-from soup_flows.paths import write_json
 
 TICK_S = 0.5
 STOPPING_TICK_S = 0.05
@@ -43,8 +42,6 @@ STACKS_S = 2.0
 """Seconds the ranks get to write their stacks before a stalled run is stopped."""
 UNKILLABLE_S = 5.0
 """Seconds from the first SIGKILL until what is still there (stuck in a driver) is a survivor."""
-SAVING_REASONS = ("signal", "stopped", "preempted", "holder_gone", "timeout")
-"""Ends in which the ranks are well and may save a checkpoint first."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -241,10 +238,7 @@ class Supervisor:
         with contextlib.suppress(PermissionError):  # already a group leader
             os.setsid()
         if self.status is None:
-            if reason in SAVING_REASONS:
-                deadline = {"reason": reason, "deadline": time.time() + grace_s}
-                with contextlib.suppress(OSError):
-                    write_json(layout.stopping(self.attempt), deadline)
+            announce_stop(self.attempt, reason, grace_s)
             self._signal([self.agent], signal.SIGTERM)
 
     def _sweep(self, now: float) -> None:
