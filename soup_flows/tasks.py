@@ -293,12 +293,15 @@ def launch_distributed_train(
             outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
         report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
-        emit_end(record(paths, launch.attempt, report, begun, change))
+        report = record(paths, launch.attempt, report, begun, change)
+        emit_end(report)
+        if isinstance(stopped, TrainingFailed):
+            raise _failure(report) from None
         raise
     report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
     emit_end(report)
     if report.state != "completed":
-        raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
+        raise _failure(report)
     logger.info("Model: %s", report.model)
     return report
 
@@ -315,6 +318,10 @@ def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]
         advice = f"Go on with recovery.resume={paths.root.name}."
         return _failed(Verdict("cancelled", "stopped on request", advice), found)
     return _failed(_verdict(paths.attempt(number), outcome.receipt), found)
+
+
+def _failure(report: TrainReport) -> TrainingFailed:
+    return TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
 
 
 def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
