@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from soup_flows.child import answer
 from soup_flows.data.encoding import encode_source
 from soup_flows.data.formats import check_kept
@@ -26,6 +24,7 @@ from soup_flows.data.reading import list_files
 from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
 from soup_flows.errors import refuse
+from soup_flows.hardware import host
 from soup_flows.spec import TrainingSpec
 
 BYTES_PER_WORKER = 4 * 2**20
@@ -64,8 +63,9 @@ def _tokenise(spec: TrainingSpec, tokenizer: Any, entry: Path, source: str, fiel
 def worker_count(spec: TrainingSpec, source: str) -> int:
     """Return how many processes tokenise: by the size of the data, the cores and the free memory."""
     size = sum(path.stat().st_size for path in list_files(source))
-    cores = len(os.sched_getaffinity(0))
-    room = psutil.virtual_memory().available // WORKER_MEMORY
+    cores, _ = host.cores(Path("/"), os.environ)
+    free, _ = host.memory(Path("/"), os.environ)
+    room = free.usable_bytes // WORKER_MEMORY
     return max(1, min(spec.data.workers or cores, size // BYTES_PER_WORKER, room))
 
 

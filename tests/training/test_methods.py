@@ -25,14 +25,19 @@ def events(report: TrainReport, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def pairs(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    rows = [json.loads(line)["messages"] for line in Path(assets["dataset"]).read_text().splitlines()]
-    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    with file.open("w") as out:
-        for number, (question, answer) in enumerate(rows):
-            other = rows[(number + 7) % len(rows)][1]
-            out.write(json.dumps({"prompt": [question], "chosen": [answer], "rejected": [other]}) + "\n")
-    return str(file)
+def pairs(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Questions with their answer and an evasion: what to prefer can be learnt from few rows."""
+    folder = tmp_path_factory.mktemp("pairs")
+    refusal = [{"role": "assistant", "content": "I am sorry, I do not know that."}]
+    files = {}
+    for key in ("dataset", "eval_dataset"):
+        files[key] = str(folder / f"{key}.jsonl")
+        with open(files[key], "w") as out:
+            for line in Path(assets[key]).read_text().splitlines():
+                question, answer = json.loads(line)["messages"]
+                row = {"prompt": [question], "chosen": [answer], "rejected": refusal}
+                out.write(json.dumps(row) + "\n")
+    return files
 
 
 @pytest.mark.ranks
@@ -62,10 +67,12 @@ def test_adapters_train_save_and_open(finished: Runner, preset: str, lora: dict[
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("preset", "method"), [("zero2", "full"), ("full_shard", "lora")])
-def test_dpo_prefers_the_chosen_answers(finished: Runner, pairs: str, preset: str, method: str) -> None:
+def test_dpo_prefers_the_chosen_answers(
+    finished: Runner, pairs: dict[str, str], preset: str, method: str
+) -> None:
     report = finished(
         preset, task="dpo", method=method, learning_rate=5e-4 if method == "full" else 1e-2,
-        dataset=pairs, data={"eval_dataset": pairs},
+        dataset=pairs["dataset"], data={"eval_dataset": pairs["eval_dataset"]},
     )  # fmt: skip
     assert report.first_loss == pytest.approx(0.6931, abs=1e-3)  # log 2: nothing is preferred yet
     assert report.eval_loss < report.first_eval_loss - 0.02
