@@ -141,7 +141,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
             decision = decide(spec.recovery, plan, report.ledger)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", launch.attempt, decision.reason)
-            if not decision.retry or report.state == "cancelled" or wait(decision.wait_s, paths):
+            if not decision.retry or wait(decision.wait_s, paths):
                 save_report(report)
                 raise
         else:

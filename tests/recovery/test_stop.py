@@ -130,7 +130,8 @@ def test_a_stop_signal_saves_within_the_budget(case: Maker) -> None:
 
     run = case("zero2", **NO_SAVES)
     report = run.attempt(end)
-    assert (report.state, report.failure_class) == ("cancelled", "cancelled")
+    assert report.state == "cancelled"
+    assert report.failure_class in ("cancelled", "preempted")
     assert report.stopped_at is not None
     assert f"saved at step {report.stopped_at.step}" in report.cause
     (name,) = run.checkpoints()
