@@ -157,7 +157,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             decision = decide(spec.recovery, plan, report.ledger)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", launch.attempt, decision.reason)
-            if not decision.retry or report.state == "cancelled" or wait(decision.wait_s, paths):
+            if not decision.retry or wait(decision.wait_s, paths):
                 save_report(report)
                 if report.failure_class == "cancelled" and cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.

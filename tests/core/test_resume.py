@@ -61,6 +61,7 @@ def test_other_world_size(tmp_path: Path, preset: str, severity: str) -> None:
         ("training", "lr_scheduler_type", "linear"),
         ("training", "warmup_ratio", 0.5),
         ("training", "weight_decay", 0.1),
+        ("training", "optimizer", "adamw_torch"),
         ("training", "max_grad_norm", 0.5),
         ("training", "global_batch_size", 8),
         ("training", "max_steps", 100),

@@ -57,3 +57,17 @@ def test_a_killed_run_goes_on_bit_for_bit(name: str, case: Maker, undisturbed: C
     assert proof.loss_before == by_step[proof.from_step].loss
     assert proof.learning_rate == by_step[proof.step].learning_rate
     assert not list(run.paths.checkpoints.glob("broken/*"))
+
+
+@pytest.mark.parametrize(
+    "preset", ["zero2_offload", "zero3_offload", "zero++", "full_offload", "hybrid_shard"]
+)
+def test_the_other_presets_repeat_the_lost_steps(preset: str, case: Maker) -> None:
+    """Two attempts each: the steps that both made have the same losses."""
+    run = case(preset)
+    killed = run.attempt(kill_after(5))
+    assert killed.failure_class == "rank_killed"
+    resumed = run.attempt()
+    assert (resumed.state, resumed.started_from) == ("completed", 4)
+    assert losses(resumed)[:5] == losses(killed)[:5]
+    assert [step for step, _ in losses(resumed)] == list(range(1, STEPS + 1))
