@@ -43,10 +43,10 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
         trust_remote_code=spec.trust_remote_code,
     )
     model.config.use_cache = False
-    return add_adapters(model, spec) if spec.training.method == "lora" else model
+    return add_adapters(model, spec, plan) if spec.training.method == "lora" else model
 
 
-def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
+def add_adapters(model: PreTrainedModel, spec: TrainingSpec, plan: ShardingPlan) -> Any:
     """Freeze the model and put LoRA adapters beside the asked modules."""
     from peft import LoraConfig, get_peft_model
 
@@ -59,7 +59,7 @@ def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)
-    if spec.training.gradient_checkpointing:
+    if plan.gradient_checkpointing:
         adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
     return adapted
 

@@ -12,7 +12,7 @@ from soup_flows.data.reading import list_files
 from soup_flows.data.values import Example
 from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware
-from soup_flows.sharding import ShardingPlan, read_model_config
+from soup_flows.sharding import ShardingPlan, memory_problems, read_model_config
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation import environment
 from soup_flows.validation.table import Context, Rule
@@ -41,6 +41,7 @@ def validate(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> list
     except Refused as refused:
         problems += refused.problems
     problems += _data_problems(spec)
+    problems += memory_problems(spec, plan)
     context = Context(spec, hardware, plan, model_config)
     problems += [found for rule in RULES if (found := rule.apply(context)) is not None]
     return sorted(problems, key=lambda p: ("error", "warning", "note").index(p.severity))
