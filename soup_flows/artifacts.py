@@ -17,12 +17,14 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.pages import report_page
+from soup_flows.plan_page import plan_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+PLAN_KEY = "soup-train-plan"
 
 
 class RunConfig(BaseModel):
@@ -46,6 +48,13 @@ def save_run_config(config: RunConfig) -> None:
 def save_report(report: TrainReport) -> None:
     """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
     _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+
+
+def save_plan(plan: ShardingPlan) -> None:
+    """Keep `plan` as the markdown artifact `soup-train-plan` of the current run: all candidates, and why not."""
+    _create(
+        PLAN_KEY, "markdown", plan_page(plan), "What will run, what else was considered, predicted memory."
+    )
 
 
 def load_run_config(flow_run_id: UUID | str) -> RunConfig:

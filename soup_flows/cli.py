@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from soup_flows.cli_plan import add_arguments, plan_command
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
-from soup_flows.hardware import Hardware, detect, doctor, render
+from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
-from soup_flows.sharding import make_plan
 from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.validation import count_rows, validate
 
 GOOD, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
 
@@ -69,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _spec_arguments(command("train", _train, "Run the flow soup-train here."))
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
     _spec_arguments(plan)
-    plan.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
+    add_arguments(plan)
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
@@ -190,29 +189,13 @@ def _closing(report: Any) -> str:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Plan and validate; refused plans print every problem."""
-    spec = parse_spec(read_spec(arguments))
-    hardware = _recorded(arguments.hardware) if arguments.hardware else detect(spec.device, [spec.output_dir])
-    plan = make_plan(spec, hardware, count_rows(spec))
-    problems = validate(spec, hardware, plan)
-    refused = any(problem.severity == "error" for problem in problems)
+    value, text, problems = plan_command(parse_spec(read_spec(arguments)), arguments)
     if arguments.json:
-        _print_json({"plan": plan.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
+        _print_json(value)
     else:
-        from soup_flows.pages import plan_text
-
-        print(plan_text(plan))
+        print(text)
         _print_problems(problems)
-    return REFUSED if refused else GOOD
-
-
-def _recorded(name: str) -> Hardware:
-    """Read a machine that `doctor --json` printed."""
-    try:
-        value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-        return Hardware.model_validate(value.get("hardware", value))
-    except (OSError, ValueError, AttributeError) as error:
-        message = f"{name!r} is not a recorded machine: {str(error).splitlines()[0]}"
-        raise refuse("CLI003", "--hardware", message, "record one with soup-flows doctor --json") from None
+    return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
 
 
 def _presets(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from prefect import flow, runtime
 
-from soup_flows.artifacts import RunConfig, save_report, save_run_config
+from soup_flows.artifacts import RunConfig, save_plan, save_report, save_run_config
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed, refuse
 from soup_flows.paths import RunPaths
@@ -95,6 +95,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         spec = resolve_demo(spec)
         hardware = detect_hardware(spec.device, [spec.output_dir])
         plan = resolve_sharding_config(spec, hardware)
+        save_plan(plan)
         problems = validate_strategy(spec, hardware, plan)
     except Refused as refused:
         _record_refusal(values, run_id, refused)

@@ -79,6 +79,11 @@ def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
         ("dtype", plan.dtype, why.get("dtype")),
         ("optimizer", plan.optimizer, why.get("optimizer")),
         (
+            "gradient checkpointing",
+            "on" if plan.gradient_checkpointing else "off",
+            why.get("gradient_checkpointing"),
+        ),
+        (
             "rows per optimizer step",
             f"{batch.global_batch_size} = {batch.per_device_train_batch_size} per rank and pass "
             f"× {batch.gradient_accumulation_steps} passes × {batch.world_size} ranks",
@@ -86,11 +91,11 @@ def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
         ),
         ("config", plan.config_source, None),
     ]
+    if plan.memory is not None:
+        rows.append(("memory of a rank", _gib(plan.memory.allocated_bytes), why.get("memory")))
     if plan.steps is not None:
         counted = f"{plan.steps.total_steps}, of them {plan.steps.warmup_steps} warm-up"
-        rows.append(
-            ("optimizer steps", counted, f"{plan.rows} rows, {plan.steps.steps_per_epoch} steps an epoch")
-        )
+        rows.append(("optimizer steps", counted, why.get("steps")))
     return rows
 
 
@@ -168,18 +173,33 @@ def thin(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _memory(report: TrainReport) -> str:
-    """Show each rank's peak memory."""
+    """Show each rank's peak memory, and the prediction where there is one."""
+    predicted = report.plan.memory if report.plan is not None and report.plan.device == "cuda" else None
     rows = [
         (
             m.rank,
             _gib(m.host_peak_bytes),
             _gib(m.device_peak_allocated_bytes),
             _gib(m.device_peak_reserved_bytes),
+            _against(predicted.allocated_bytes, m.device_peak_allocated_bytes) if predicted else None,
         )
         for m in report.memory
     ]
-    head = ("rank", "host peak", "GPU peak, allocated", "GPU peak, reserved")
-    return "## Memory\n\n" + table(head, rows)
+    head = ("rank", "host peak", "GPU peak, allocated", "GPU peak, reserved", "predicted, allocated")
+    text = "## Memory\n\n" + table(head, rows)
+    if predicted is None:
+        return text
+    low, high = _gib(predicted.low_bytes), _gib(predicted.high_bytes)
+    return (
+        f"{text}\n\nThe prediction is for rows of full length that are trained on whole, an upper bound for "
+        f"shorter ones; likely {low} to {high} ({predicted.confidence} confidence)."
+    )
+
+
+def _against(predicted: int, measured: int | None) -> str:
+    """Show a prediction, and how far it is from what was measured."""
+    off = f" ({predicted / measured - 1:+.0%})" if measured else ""
+    return f"{_gib(predicted)}{off}"
 
 
 def _where(report: TrainReport) -> str:

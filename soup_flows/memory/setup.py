@@ -147,6 +147,8 @@ class Setup(BaseModel):
     """Quantised layers save their input although frozen (bitsandbytes of 2023 and 2024)."""
     outer_units: bool = False
     """FSDP: embedding and head are units of their own instead of one root unit."""
+    loss_outside: bool = False
+    """The loss is computed outside the model's forward pass, when FSDP has freed all it gathered."""
     reduce_fp32: bool = False
     """FSDP reduces gradients in fp32; accelerate reduces in the compute dtype."""
     offload: tuple[Offload, ...] | None = None

@@ -104,6 +104,7 @@ class Case:
                 "optimizer": decide_optimizer(spec, self.world.device, strategy)[0],
                 "gradient_checkpointing": checkpointing,
                 "attention": self._attention,
+                "loss_outside": True,
                 "lora_r": spec.lora.r,
                 "lora_dropout": spec.lora.dropout,
                 "lora_targets": targets

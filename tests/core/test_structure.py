@@ -38,8 +38,9 @@ CORE = (
     "launch",
     "report",
     "pages",
+    "plan_page",
 )
-SHELL = {"tasks", "flows", "artifacts", "blocks", "cli"}
+SHELL = {"tasks", "flows", "artifacts", "blocks", "cli", "cli_plan"}
 HEAVY = {
     "torch",
     "transformers",
