@@ -37,10 +37,7 @@ def plan_terminal(plan: ShardingPlan) -> str:
     if plan.memory is not None and plan.room is not None:
         parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in _parts(plan.memory.step))
         low, high = _gib(plan.memory.low_bytes), _gib(plan.memory.high_bytes)
-        lines += [
-            "",
-            f"memory of a rank: {_gib(plan.memory.allocated_bytes)} at the peak ({low} to {high}): {parts}",
-        ]
+        lines += ["", f"peak, likely {low} to {high}: {parts}"]
     if plan.candidates:
         rows = [[str(cell) for cell in _row(c)] for c in plan.candidates[:TERMINAL_ROWS]]
         lines += ["", *_columns([list(_HEAD), *rows])]
@@ -65,9 +62,9 @@ def fit_text(answer: Fit) -> str:
     longest, micro, fewest = answer.max_length, answer.per_device_train_batch_size, answer.gpus
     return "\n".join(
         (
-            line("longest rows (tokens)", longest, longest and longest.max_length),
-            line("largest micro batch", micro, micro and micro.per_device_train_batch_size),
-            line("fewest GPUs", fewest, fewest and fewest.gpus),
+            line("longest rows (tokens)", longest, longest.max_length if longest else None),
+            line("largest micro batch", micro, micro.per_device_train_batch_size if micro else None),
+            line("fewest GPUs", fewest, fewest.gpus if fewest else None),
         )
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainingArguments
 
 from soup_flows.batch import Steps
@@ -35,6 +36,11 @@ def training_arguments(
         engine["deepspeed"] = config_path
     elif plan.engine == "fsdp":
         engine.update(fsdp=True, fsdp_config=dict(plan.config))
+        if plan.parallelism is not None:
+            engine["parallelism_config"] = ParallelismConfig(**plan.parallelism)
+        # Else whole gradients pile up on every rank between micro batches, in the compute dtype (accelerate 1.15
+        # `no_sync`); reduced each time, they stay sharded and are summed in the parameters' own fp32.
+        engine["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     return TrainingArguments(
         output_dir=output_dir,
         per_device_train_batch_size=plan.batch.per_device_train_batch_size,

@@ -60,13 +60,14 @@ class Live(TorchDispatchMode):
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if self.paused or not isinstance(local, torch.Tensor):
             return
-        storage = local.untyped_storage()
+        storage: Any = local.untyped_storage()
         key = id(storage)
-        if (known := self.sizes.get(key)) is not None and known[0]() is storage:
+        known = self.sizes.get(key)
+        if known is not None and known[0]() is storage:
             return
         self._set(key, weakref.ref(storage, lambda ref: self._gone(key, ref)), storage.size())
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resized(self, storage: Any) -> None:
         """Count a storage anew: FSDP frees and refills gathered parameters in place."""
         known = self.sizes.get(id(storage))
         if known is not None and known[0]() is storage:
@@ -158,11 +159,11 @@ def _with_adapters(model: Any, setup: Setup) -> Any:
         r=setup.lora_r, lora_dropout=setup.lora_dropout, target_modules=targets, task_type="CAUSAL_LM"
     )
     original = torch.nn.Module.to
-    torch.nn.Module.to = to  # type: ignore[method-assign, assignment]
+    torch.nn.Module.to = to
     try:
         return get_peft_model(model, lora)
     finally:
-        torch.nn.Module.to = original  # type: ignore[method-assign]
+        torch.nn.Module.to = original
 
 
 def shard(model: Any, setup: Setup, mesh: Any) -> None:
