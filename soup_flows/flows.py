@@ -93,7 +93,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport:
         spec = parse_spec(values)
         _check_output_outlives_the_run(spec)
         spec = resolve_demo(spec)
-        hardware = detect_hardware(spec.device, [spec.output_dir])
+        hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
         plan = resolve_sharding_config(spec, hardware)
         save_plan(plan)
         problems = validate_strategy(spec, hardware, plan)

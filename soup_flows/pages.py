@@ -102,7 +102,7 @@ def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
 def plan_text(plan: ShardingPlan) -> str:
     """Return the plan for a terminal."""
     lines = [f"{name:<24} {value}" + (f"   ({why})" if why else "") for name, value, why in plan_rows(plan)]
-    return "\n".join([*lines, *(f"adapted: {note}" for note in plan.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
 
 
 def _what_ran(report: TrainReport) -> str:
@@ -114,7 +114,7 @@ def _what_ran(report: TrainReport) -> str:
         rows.append(("rows", f"{report.train_rows} trained, {report.eval_rows} held out", None))
     text = "## What ran\n\n" + table(("", "value", "why"), rows)
     if plan.notes:
-        text += "\n\nAdapted values:\n\n" + "\n".join(f"- {note}" for note in plan.notes)
+        text += "\n\nNotes:\n\n" + "\n".join(f"- {note}" for note in plan.notes)
     return text
 
 

@@ -78,8 +78,9 @@ def resolve_sharding_config(spec: TrainingSpec, hardware: Hardware) -> ShardingP
         batch.world_size,
         f"{plan.steps.total_steps} steps" if plan.steps else "steps unknown before the launch",
     )
+    _logger().info("Why %s: %s", plan.strategy, plan.reason)
     for note in plan.notes:
-        _logger().info("Adapted: %s", note)
+        _logger().info("Note: %s", note)
     return plan
 
 

@@ -62,16 +62,18 @@ class Live(TorchDispatchMode):
             return
         storage: Any = local.untyped_storage()
         key = id(storage)
-        known = self.sizes.get(key)
-        if known is not None and known[0]() is storage:
+        if self._counted(storage):
             return
         self._set(key, weakref.ref(storage, lambda ref: self._gone(key, ref)), storage.size())
 
     def resized(self, storage: Any) -> None:
         """Count a storage anew: FSDP frees and refills gathered parameters in place."""
+        if self._counted(storage):
+            self._set(id(storage), self.sizes[id(storage)][0], storage.size())
+
+    def _counted(self, storage: Any) -> bool:
         known = self.sizes.get(id(storage))
-        if known is not None and known[0]() is storage:
-            self._set(id(storage), known[0], storage.size())
+        return known is not None and known[0]() is storage
 
     def _set(self, key: int, ref: weakref.ref[Any], size: int) -> None:
         self.now += size - (self.sizes[key][1] if key in self.sizes else 0)

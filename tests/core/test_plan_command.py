@@ -15,7 +15,7 @@ from soup_flows.sharding import ShardingPlan
 MODELS = Path(__file__).parents[1] / "data" / "models"
 
 
-@pytest.fixture()
+@pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "one", "completion": "two"}\n' * 40)

@@ -16,7 +16,7 @@ CONFIG = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 81
 "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}"""
 
 
-@pytest.mark.ranks()
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "values",
     [
