@@ -27,15 +27,16 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
-# torch comes first, so that the pinned build is there before anything asks for another.
+# torch comes first, so that the pinned build is there before anything asks for another. Nothing is compiled ahead:
+# that halves the install, and what is imported is compiled then.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[train]"
+	$(BIN)/pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[train]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/pip install -q -c constraints.txt -r requirements-dev.txt
+	$(BIN)/pip install -q --no-compile -c constraints.txt -r requirements-dev.txt
 	touch $@
 
 clean:

@@ -9,8 +9,10 @@ The package's own flow, `soup_flows.flows.soup_train`, has the same parameters; 
 import sys
 
 from prefect import flow
+from prefect.client.schemas.objects import State
 
 from soup_flows.flows import run_training
+from soup_flows.hooks import sweep_run
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
     DataSettings,
@@ -21,11 +23,19 @@ from soup_flows.spec import (
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
+    RecoverySettings,
     TrainingSettings,
+    ValidationSettings,
 )
 
 
-@flow(name="soup-train", validate_parameters=False)  # run_training explains wrong parameters, all at once
+# run_training explains wrong parameters itself, all at once
+@flow(
+    name="soup-train",
+    validate_parameters=False,
+    on_cancellation=[sweep_run],
+    on_crashed=[sweep_run],
+)
 def soup_train(
     model: str,
     dataset: str,
@@ -41,8 +51,10 @@ def soup_train(
     training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
+    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-) -> TrainReport:
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))
 

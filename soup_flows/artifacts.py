@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactCreate
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import report_page
+from soup_flows.pages import attempts_page, report_page, validation_page
 from soup_flows.plan_page import plan_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
+logger = logging.getLogger(__name__)
+
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
 PLAN_KEY = "soup-train-plan"
+ATTEMPTS_KEY = "soup-train-attempts"
+VALIDATION_KEY = "soup-train-validation"
 
 
 class RunConfig(BaseModel):
@@ -42,17 +49,43 @@ def save_run_config(config: RunConfig) -> None:
     """Keep `config` as the JSON artifact `soup-train-config` of the current run; no run, no artifact."""
     data = config.model_dump(mode="json")
     digest = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-    _create(CONFIG_KEY, "json", data, "Spec, plan and sharding config of the run.", {"sha256": digest})
+    create_artifact(
+        CONFIG_KEY, "json", data, "Spec, plan and sharding config of the run.", {"sha256": digest}
+    )
 
 
 def save_report(report: TrainReport) -> None:
-    """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
-    _create(REPORT_KEY, "markdown", report_page(report), "What ran, what was proven, where things are.")
+    """Keep `report` as the markdown artifact `soup-train-report` of the current run.
+
+    It is in the run directory already, so a server that does not answer is no reason to fail the run.
+    """
+    text = "What ran, what was proven, where things are."
+    try:
+        create_artifact(REPORT_KEY, "markdown", report_page(report), text)
+    except Exception as error:
+        logger.warning("the report is in %s, but not in Prefect: %s", report.run_dir, error)
+
+
+def save_attempts(report: TrainReport, decision: str = "") -> None:
+    """Keep the ledger as the markdown artifact `soup-train-attempts`, with what was decided after the last one."""
+    create_artifact(
+        ATTEMPTS_KEY,
+        "markdown",
+        attempts_page(report, decision),
+        "Every attempt, why it ended, what it cost.",
+    )
+
+
+def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
+    """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
+    create_artifact(
+        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
+    )
 
 
 def save_plan(plan: ShardingPlan) -> None:
     """Keep `plan` as the markdown artifact `soup-train-plan` of the current run: all candidates, and why not."""
-    _create(
+    create_artifact(
         PLAN_KEY, "markdown", plan_page(plan), "What will run, what else was considered, predicted memory."
     )
 
@@ -78,16 +111,18 @@ def load_run_config(flow_run_id: UUID | str) -> RunConfig:
     return RunConfig.model_validate(json.loads(data) if isinstance(data, str) else data)
 
 
-def _create(key: str, kind: str, data: Any, description: str, metadata: dict[str, str] | None = None) -> None:
-    """Create an artifact of the current flow and task run.
+def create_artifact(
+    key: str, kind: str, data: Any, description: str, metadata: dict[str, str] | None = None
+) -> UUID | None:
+    """Create an artifact of the current flow and task run and return its id; None outside a flow run.
 
     `Artifact.create` would encode JSON a second time, and its page would show one escaped line.
     """
     flow_run_id, task_run_id = runtime.flow_run.id, runtime.task_run.id
     if flow_run_id is None:
-        return
+        return None
     with get_client(sync_client=True) as client:
-        client.create_artifact(
+        artifact = client.create_artifact(
             ArtifactCreate(
                 type=kind,
                 key=key,
@@ -98,3 +133,10 @@ def _create(key: str, kind: str, data: Any, description: str, metadata: dict[str
                 task_run_id=UUID(task_run_id) if task_run_id else None,
             )
         )
+    return artifact.id
+
+
+def update_artifact(artifact_id: UUID, data: Any, description: str) -> None:
+    """Replace the data and the description of an artifact; no new version of its key is made."""
+    with get_client(sync_client=True) as client:
+        client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))

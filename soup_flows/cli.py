@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from soup_flows.accelerate_config import read_accelerate_config
 from soup_flows.cli_plan import add_arguments, plan_command
-from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
+from soup_flows.cli_runs import FAILED, GOOD, REFUSED, add_commands, print_json, run_flow
+from soup_flows.data.command import main as data_main
+from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
-
-GOOD, FAILED, REFUSED, STOPPED = 0, 1, 2, 3
+from soup_flows.validation.explain import explain, is_known
 
 _FLAT = (
     "model",
@@ -40,12 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = _parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["data"]:
+        return data_main(given[1:])
+    arguments = _parser().parse_args(given)
     try:
         code: int = arguments.run(arguments)
     except Refused as refused:
         if arguments.json:
-            _print_json({"problems": [p.model_dump() for p in refused.problems]})
+            print_json({"problems": [p.model_dump() for p in refused.problems]})
         else:
             print(refused, file=sys.stderr)
         return REFUSED
@@ -68,11 +72,19 @@ def _parser() -> argparse.ArgumentParser:
     _spec_arguments(command("train", _train, "Run the flow soup-train here."))
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
     _spec_arguments(plan)
+    plan.add_argument("--accelerate-config", metavar="FILE", help="take the settings of an accelerate YAML")
     add_arguments(plan)
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
+    command("data", None, "Report on a data file before it is trained; see soup-flows data --help.")
+    explain = command("explain", _explain, "Tell what a rule is about: why, the fix, the evidence.")
+    explain.add_argument("rule", help="an id such as DS014")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
+    add_commands(command)
+    stop = command("stop", _stop, "Ask a running training to stop.")
+    stop.add_argument("run_dir", help="its run directory, <output_dir>/runs/<run id>")
+    stop.add_argument("--save", action="store_true", help="save a checkpoint after the present step first")
     demo = command("demo", _demo, "Run the flow soup-train on a tiny model, two CPU ranks, about a minute.")
     demo.add_argument("preset", nargs="?", default="zero2", help="a DeepSpeed or FSDP preset, or ddp")
     demo.add_argument("--output-dir", "--output_dir", default="demo-output", metavar="DIR")
@@ -145,57 +157,41 @@ def _train(arguments: argparse.Namespace) -> int:
     return run_flow(read_spec(arguments), arguments.json)
 
 
-def run_flow(values: dict[str, Any], as_json: bool) -> int:
-    """Run `soup-train` with `values` and print where everything is; returns the exit code."""
-    # The default of 20 s is too short on a loaded machine for Prefect's own server to start.
-    os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
-    if as_json:
-        os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
-    parse_spec(values)  # a wrong spec is refused before Prefect is imported
-    from soup_flows.flows import soup_train
-    from soup_flows.report import TrainReport
-
-    try:
-        report = soup_train(**values)
-    except TrainingFailed as failed:
-        report = TrainReport.load(failed.run_dir)
-        if not as_json:
-            print(failed, file=sys.stderr)
-    if as_json:
-        _print_json(report.model_dump(mode="json"))
-    elif report.state == "completed":
-        print(_closing(report))
-    return {"completed": GOOD, "cancelled": STOPPED, "refused": REFUSED}.get(report.state, FAILED)
-
-
-def _closing(report: Any) -> str:
-    """Say where the model, the report and the pages are."""
-    losses = f"loss {report.first_loss:.3f} -> {report.final_loss:.3f}"
-    if report.evaluations:
-        losses += f", held-out loss {report.first_eval_loss:.3f} -> {report.eval_loss:.3f}"
-    return "\n".join(
-        (
-            "",
-            f"Done: {report.steps} steps of {report.plan.strategy} on {report.plan.world_size} rank(s); {losses}",
-            f"Model      {report.model}",
-            f"Report     {report.run_dir}/report.json",
-            f"Logs       {report.run_dir}/attempt-{report.attempts}/logs/",
-            "Artifacts  soup-train-config and soup-train-report, in the run's tab Artifacts in Prefect",
-            "Page       start `prefect server start`, then open "
-            f"http://127.0.0.1:4200/runs/flow-run/{report.run_id}",
-        )
-    )
-
-
 def _plan(arguments: argparse.Namespace) -> int:
     """Plan and validate; refused plans print every problem."""
-    value, text, problems = plan_command(parse_spec(read_spec(arguments)), arguments)
+    values = read_spec(arguments)
+    problems: list[Problem] = []
+    if arguments.accelerate_config:
+        found, problems = read_accelerate_config(arguments.accelerate_config)
+        values = _merged(found, values)
+    value, text, problems = plan_command(parse_spec(values), arguments, problems)
     if arguments.json:
-        _print_json(value)
+        print_json(value)
     else:
         print(text)
         _print_problems(problems)
     return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with the values of `above` over it, group by group."""
+    merged = dict(below)
+    for name, value in above.items():
+        inner = merged.get(name)
+        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Print what is known about a rule; an unknown id names the nearest."""
+    if not is_known(arguments.rule):
+        raise refuse("CLI004", "rule", explain(arguments.rule), "see docs/rules.md")
+    text = explain(arguments.rule)
+    if arguments.json:
+        print_json({"id": arguments.rule, "text": text})
+    else:
+        print(text)
+    return GOOD
 
 
 def _presets(arguments: argparse.Namespace) -> int:
@@ -207,19 +203,19 @@ def _presets(arguments: argparse.Namespace) -> int:
     if name is None:
         rows = presets_table()
         if arguments.json:
-            _print_json({"presets": [row.model_dump() for row in rows]})
+            print_json({"presets": [row.model_dump() for row in rows]})
         else:
             width = max(len(row.name) for row in rows)
             print("\n".join(f"{row.name:<{width}}  {row.when}" for row in rows))
     elif arguments.diff:
         text = explain_difference(name, arguments.diff)
         if arguments.json:
-            _print_json({"difference": text})
+            print_json({"difference": text})
         else:
             print(text)
     else:
         known = {*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES}
-        _print_json(get_deepspeed_config(name) if name in known else get_fsdp_config(name))
+        print_json(get_deepspeed_config(name) if name in known else get_fsdp_config(name))
     return GOOD
 
 
@@ -228,12 +224,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
     hardware = detect("auto", ["."])
     problems = doctor(hardware)
     if arguments.json:
-        _print_json(
+        print_json(
             {"hardware": hardware.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]}
         )
     else:
         print(render(hardware, problems))
     return FAILED if any(problem.severity == "error" for problem in problems) else GOOD
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """Write the request; the run sees it within seconds."""
+    from soup_flows.stop import stop
+
+    request = stop(arguments.run_dir, arguments.save)
+    if arguments.json:
+        print_json(request.model_dump())
+    else:
+        after = "after its present step, with a checkpoint" if request.save else "within seconds"
+        print(f"Asked the run in {request.run_dir} to stop {after}.")
+    return GOOD
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -247,11 +256,6 @@ def _print_problems(problems: Sequence[Problem]) -> None:
     """Print the problems, errors first."""
     for problem in problems:
         print(f"{problem.severity:<8} {problem}")
-
-
-def _print_json(value: Any) -> None:
-    """Print one JSON object."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.sharding.fit import fit
 from soup_flows.sharding.trace import trace_plan
 from soup_flows.spec import TrainingSpec
-from soup_flows.validation import count_rows, validate
+from soup_flows.validation import apply_fixes, count_rows, validate
 
 PREVIEW = "RUN-ID"
 """Stands for the run's name in a launch that is only shown."""
@@ -41,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_command(
-    spec: TrainingSpec, arguments: argparse.Namespace
+    spec: TrainingSpec, arguments: argparse.Namespace, known: Sequence[Problem] = ()
 ) -> tuple[dict[str, Any], str, list[Problem]]:
     """Plan and validate.
 
     Args:
         spec: what was asked.
         arguments: `hardware`, `gpu`, `nodes`, `fit`, `trace`.
+        known: problems that reading the spec found.
 
     Returns:
         The JSON object, the text for a terminal, and the problems.
@@ -60,7 +62,10 @@ def plan_command(
         answer = fit(spec, hardware, arguments.nodes)
         return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
     plan = make_plan(spec, hardware, count_rows(spec), arguments.nodes)
-    problems = validate(spec, hardware, plan)
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
+    here = not (arguments.hardware or arguments.gpu)
+    problems = [*known, *validate(spec, hardware, plan, local=here)]
     value: dict[str, Any] = {
         "plan": plan.model_dump(mode="json", exclude={"memory", "candidates"}),
         "memory": plan.memory.model_dump(mode="json") if plan.memory else None,

@@ -275,4 +275,5 @@ def demo_parameters(preset: str = "zero2", output_dir: str | Path = "demo-output
         "device": "cpu",
         "training": {"learning_rate": 2e-3, "global_batch_size": 16, "num_train_epochs": 1},
         "data": {"max_length": 256},
+        "validation": {"deep": False},  # the demo's model and data were made here a moment ago
     }

@@ -78,6 +78,11 @@ class Refused(SoupFlowsError, ValueError):
         head = "refused" if len(errors) == 1 else f"refused: {len(errors)} problems"
         super().__init__(f"{head}: " + "\n".join(str(p) for p in errors))
 
+    @property
+    def failure_class(self) -> FailureClass:
+        """Class of a run in which a rank raised this: the rules of data are called DATA and a number."""
+        return "bad_data" if any(p.id.startswith("DATA") for p in self.problems) else "bad_config"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)
 

@@ -8,13 +8,28 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from prefect import flow, runtime
+from prefect import flow, get_run_logger, runtime
+from prefect.client.schemas.objects import State
+from prefect.states import Cancelled
 
-from soup_flows.artifacts import RunConfig, save_plan, save_report, save_run_config
+from soup_flows.artifacts import (
+    RunConfig,
+    save_attempts,
+    save_plan,
+    save_report,
+    save_run_config,
+    save_validation,
+)
+from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused, TrainingFailed, refuse
+from soup_flows.hooks import sweep_run
+from soup_flows.ledger import Change
+from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
+from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
+from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     DataSettings,
     DeepSpeedPreset,
@@ -24,8 +39,10 @@ from soup_flows.spec import (
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
+    RecoverySettings,
     TrainingSettings,
     TrainingSpec,
+    ValidationSettings,
     parse_spec,
 )
 from soup_flows.tasks import (
@@ -38,7 +55,12 @@ from soup_flows.tasks import (
 
 
 # The spec validates the parameters itself: all problems at once, in readable words.
-@flow(name="soup-train", validate_parameters=False)
+@flow(
+    name="soup-train",
+    validate_parameters=False,
+    on_cancellation=[sweep_run],
+    on_crashed=[sweep_run],
+)
 def soup_train(
     model: str,
     dataset: str,
@@ -54,8 +76,10 @@ def soup_train(
     training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
     lora: LoraSettings = LoraSettings(),  # noqa: B008
     data: DataSettings = DataSettings(),  # noqa: B008
+    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-) -> TrainReport:
+    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
     Args:
@@ -74,10 +98,13 @@ def soup_train(
         training: How the model is trained.
         lora: Adapter settings, for training.method=lora.
         data: What the rows mean and how long they may be.
+        recovery: What is saved on the way, what a run goes on from, and what happens after a failure.
         launcher: How the processes are started, watched and stopped.
+        validation: Which findings of the validation count: silenced rules, and warnings as errors.
 
     Returns:
-        The report; it is in the run directory and in the artifact soup-train-report too.
+        The report; it is in the run directory and in the artifact soup-train-report too. A run that was
+        cancelled in Prefect ends in the state Cancelled.
 
     Raises:
         Refused: nothing was started; all problems, each with its fix.
@@ -86,29 +113,74 @@ def soup_train(
     return run_training(dict(locals()))
 
 
-def run_training(values: Mapping[str, Any]) -> TrainReport:
-    """Run the five tasks with `values` as the spec; see `soup_train`."""
+def run_training(values: Mapping[str, Any]) -> TrainReport | State:
+    """Run the five tasks with `values` as the spec, again after failures that another attempt may survive.
+
+    See `soup_train` for the values. Each attempt is a task run of its own, with its number in its name;
+    Prefect's own retries stay at 0, so that nothing is multiplied.
+    """
     run_id = runtime.flow_run.id or str(uuid4())
     try:
         spec = parse_spec(values)
         _check_output_outlives_the_run(spec)
         spec = resolve_demo(spec)
+        paths = RunPaths.of(spec.output_dir, run_id)
+        spec, finished = begin(spec, paths)
+        if finished is not None:
+            get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
+            save_report(finished)
+            return finished
         hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
-        plan = resolve_sharding_config(spec, hardware)
+        rows = reconcile(paths, spec.recovery)
+        check_restarts(rows, spec.recovery, paths.root)
+        change = rows[-1].change if rows else Change()
+        plan = resolve_sharding_config(change.apply(spec), hardware, last_plan(paths) if rows else None)
         save_plan(plan)
-        problems = validate_strategy(spec, hardware, plan)
+        problems = validate_strategy(change.apply(spec), hardware, plan)
+        save_validation(problems, spec.validation.silence)
+        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
-    launch = write_temp_config(spec, hardware, plan, run_id)
-    save_run_config(RunConfig(spec=spec, hardware=hardware, plan=plan, launch=launch))
+    while True:
+        save_run_config(RunConfig(spec=change.apply(spec), hardware=hardware, plan=plan, launch=launch))
+        attempt = launch_distributed_train.with_options(
+            task_run_name=f"launch distributed train, attempt {launch.attempt}"
+        )
+        try:
+            report = attempt(launch, problems, change)
+        except TrainingFailed as failed:
+            report = TrainReport.load(failed.run_dir)
+            decision = decide(spec.recovery, plan, report.ledger)
+            save_attempts(report, decision.reason)
+            get_run_logger().warning("Attempt %d: %s", launch.attempt, decision.reason)
+            if not decision.retry or report.state == "cancelled" or wait(decision.wait_s, paths):
+                save_report(report)
+                if report.failure_class == "cancelled" and cancel_was_asked():
+                    # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.
+                    return Cancelled(message=str(failed))
+                raise
+        else:
+            save_attempts(report)
+            save_report(report)
+            return report
+        if decision.change.strategy != change.strategy:
+            decision = move_weights(paths, decision, report.total_steps)
+        change = decision.change
+        try:
+            plan = resolve_sharding_config(change.apply(spec), hardware, plan)
+            launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
+        except Refused:  # the attempt before it is what ended the run
+            save_report(report)
+            raise
+
+
+def last_plan(paths: RunPaths) -> ShardingPlan | None:
+    """Return the plan of the run's last attempt; None if there is none that can be read."""
     try:
-        report = launch_distributed_train(launch, problems)
-    except TrainingFailed as failed:
-        save_report(TrainReport.load(failed.run_dir))
-        raise
-    save_report(report)
-    return report
+        return ShardingPlan.model_validate_json(paths.plan.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _check_output_outlives_the_run(spec: TrainingSpec) -> None:
@@ -145,4 +217,5 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
+    save_validation(refused.problems, {})
     save_report(report)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
+from soup_flows.errors import Problem
 from soup_flows.proof import Proof
-from soup_flows.report import Point, TrainReport
-from soup_flows.sharding import ShardingPlan
+from soup_flows.report import TrainReport
+from soup_flows.sharding.words import plan_rows
+
+T = TypeVar("T")
 
 CHART_POINTS = 40
 """Points of a chart; more make Mermaid's labels unreadable."""
@@ -25,11 +30,13 @@ def report_page(report: TrainReport) -> str:
     """Return the page `soup-train-report`: what ran, proof, losses, memory, where things are."""
     parts = [_head(report)]
     if report.problems:
-        parts.append("## Findings before the launch\n\n" + problems_table(report))
+        parts.append("## Findings before the launch\n\n" + problems_table(report.problems))
     if report.plan is not None:
         parts.append(_what_ran(report))
     if report.proof is not None:
         parts.append(_proof(report.proof))
+    if report.ledger or report.resumed or report.checkpoints:
+        parts.append(_recovery(report))
     if report.train:
         parts.append(_losses(report))
     if report.memory:
@@ -64,45 +71,25 @@ def _head(report: TrainReport) -> str:
     return "\n\n".join(lines)
 
 
-def problems_table(report: TrainReport) -> str:
-    """Return the findings, errors first."""
-    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in report.problems]
+def problems_table(problems: Sequence[Problem]) -> str:
+    """Return the findings as a table, in the order given."""
+    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in problems]
     return table(("severity", "rule", "setting", "what would happen", "fix"), rows)
 
 
-def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
-    """Return the plan's values, each automatic one with its reason."""
-    batch, why = plan.batch, plan.reasons
-    rows: list[tuple[str, object, str | None]] = [
-        ("strategy", plan.strategy, plan.reason),
-        ("ranks", f"{plan.world_size} × {plan.device}", why.get("world_size")),
-        ("dtype", plan.dtype, why.get("dtype")),
-        ("optimizer", plan.optimizer, why.get("optimizer")),
-        (
-            "gradient checkpointing",
-            "on" if plan.gradient_checkpointing else "off",
-            why.get("gradient_checkpointing"),
-        ),
-        (
-            "rows per optimizer step",
-            f"{batch.global_batch_size} = {batch.per_device_train_batch_size} per rank and pass "
-            f"× {batch.gradient_accumulation_steps} passes × {batch.world_size} ranks",
-            why.get("batch"),
-        ),
-        ("config", plan.config_source, None),
-    ]
-    if plan.memory is not None:
-        rows.append(("memory of a rank", _gib(plan.memory.allocated_bytes), why.get("memory")))
-    if plan.steps is not None:
-        counted = f"{plan.steps.total_steps}, of them {plan.steps.warmup_steps} warm-up"
-        rows.append(("optimizer steps", counted, why.get("steps")))
-    return rows
-
-
-def plan_text(plan: ShardingPlan) -> str:
-    """Return the plan for a terminal."""
-    lines = [f"{name:<24} {value}" + (f"   ({why})" if why else "") for name, value, why in plan_rows(plan)]
-    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) -> str:
+    """Return the page `soup-train-validation`: every finding, errors first, and what was silenced."""
+    counts = Counter(problem.severity for problem in problems)
+    words = ", ".join(f"{counts[kind]} {kind}(s)" for kind in ("error", "warning", "note") if counts[kind])
+    parts = [f"# Validation: {words or 'nothing found'}"]
+    if problems:
+        parts.append(problems_table(problems))
+        parts.append(
+            "`soup-flows explain RULE` tells why, with the evidence; `docs/rules.md` lists every rule."
+        )
+    if silenced:
+        parts.append("Silenced for this run:\n\n" + table(("rule", "reason"), silenced.items()))
+    return "\n\n".join(parts) + "\n"
 
 
 def _what_ran(report: TrainReport) -> str:
@@ -144,16 +131,8 @@ def _proof(proof: Proof) -> str:
 
 def _losses(report: TrainReport) -> str:
     """Chart the losses with Mermaid, and repeat them as a table for pages that do not draw it."""
-    points = thin([p for p in report.train if p.loss is not None], CHART_POINTS)
-    steps = ", ".join(str(p.step) for p in points)
-    losses = ", ".join(f"{p.loss:.4f}" for p in points)
-    chart = (
-        "```mermaid\nxychart-beta\n"
-        '    title "Training loss"\n'
-        f'    x-axis "optimizer step" [{steps}]\n'
-        '    y-axis "loss"\n'
-        f"    line [{losses}]\n```"
-    )
+    points = [p for p in report.train if p.loss is not None]
+    chart = curve("Training loss", [(p.step, p.loss) for p in points if p.loss is not None])
     rows = [
         (p.step, _number(p.loss), _number(p.learning_rate), _number(p.grad_norm)) for p in thin(points, 12)
     ]
@@ -165,7 +144,21 @@ def _losses(report: TrainReport) -> str:
     return text
 
 
-def thin(points: Sequence[Point], most: int) -> list[Point]:
+def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
+    """Return a Mermaid chart of a value over optimizer steps, at most `CHART_POINTS` of them."""
+    points = thin(points, CHART_POINTS)
+    steps = ", ".join(str(step) for step, _ in points)
+    values = ", ".join(f"{value:.6g}" for _, value in points)
+    return (
+        "```mermaid\nxychart-beta\n"
+        f'    title "{title}"\n'
+        f'    x-axis "optimizer step" [{steps}]\n'
+        f'    y-axis "{title.lower()}"\n'
+        f"    line [{values}]\n```"
+    )
+
+
+def thin(points: Sequence[T], most: int) -> list[T]:
     """Return at most `most` of `points`, evenly spread, the first and the last among them."""
     if len(points) <= most:
         return list(points)
@@ -200,6 +193,59 @@ def _against(predicted: int, measured: int | None) -> str:
     """Show a prediction, and how far it is from what was measured."""
     off = f" ({predicted / measured - 1:+.0%})" if measured else ""
     return f"{_gib(predicted)}{off}"
+
+
+def attempts_page(report: TrainReport, decision: str = "") -> str:
+    """Return the page `soup-train-attempts`: every attempt, why it ended, what it cost, what comes next."""
+    text = f"# Attempts of run {report.run_id}\n\n{attempts_table(report)}"
+    path = report.ledger[-1].change.path if report.ledger else ()
+    if path:
+        text += "\n\n## What was changed\n\n" + "\n".join(f"{n}. {line}" for n, line in enumerate(path, 1))
+    return text + (f"\n\nAfter the last one: {decision}\n" if decision else "\n")
+
+
+def attempts_table(report: TrainReport) -> str:
+    """Return the ledger as a table."""
+    rows = [
+        (
+            row.number,
+            row.state + (f": {row.failure_class}" if row.failure_class else ""),
+            row.cause or None,
+            f"{row.from_step} → {row.last_step}",
+            row.steps_lost,
+            f"{row.seconds:.0f} s",
+            f"{row.gpu_hours:.3f} ({row.gpu_hours_wasted:.3f} wasted)",
+            None if row.cost is None else f"{row.cost:.2f}",
+            row.evidence or None,
+        )
+        for row in report.ledger
+    ]
+    head = ("attempt", "ended", "cause", "steps", "steps lost", "wall time", "GPU-hours", "cost", "evidence")
+    return table(head, rows)
+
+
+def _recovery(report: TrainReport) -> str:
+    """Show the attempts, the proof of the resume, and what was saved."""
+    text = "## Attempts and checkpoints\n\n" + attempts_table(report)
+    resumed = report.resumed
+    if resumed is not None:
+        rows = [
+            ("step", resumed.from_step, resumed.step),
+            ("loss", _number(resumed.loss_before), _number(resumed.loss)),
+            ("learning rate", _number(resumed.learning_rate_before), _number(resumed.learning_rate)),
+        ]
+        what = "The weights alone were taken from" if resumed.weights_only else "Resumed"
+        text += f"\n\n{what} `{resumed.checkpoint}`:\n\n"
+        text += table(("", "last before", "first after"), rows)
+    saved = report.checkpoints[-1:]
+    lines = [
+        f"newest checkpoint: step {c.step}, {c.bytes / 2**20:.1f} MiB, saved in {c.seconds:.1f} s, `{c.path}`"
+        for c in saved
+    ]
+    lines += [f"set aside: {line}" for line in report.set_aside]
+    lines += [f"not saved: {line}" for line in report.save_failures]
+    lines += [f"changed: {line}" for row in report.ledger[-1:] for line in row.change.path]
+    return text + ("\n\n" + "\n".join(f"- {line}" for line in lines) if lines else "")
 
 
 def _where(report: TrainReport) -> str:

@@ -62,6 +62,16 @@ class RunPaths:
         return self.root / "attempts.jsonl"
 
     @property
+    def orders(self) -> Path:
+        """Where the present attempt starts from, JSON; see `soup_flows.resume.Orders`."""
+        return self.root / "orders.json"
+
+    @property
+    def stop_request(self) -> Path:
+        """Written by `soup-flows stop`, JSON."""
+        return self.root / "stop.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"
@@ -124,6 +134,11 @@ class AttemptPaths:
     def receipt(self) -> Path:
         """What the supervisor signalled and what was left (nothing), JSON."""
         return self.root / "receipt.json"
+
+    @property
+    def devices(self) -> Path:
+        """The devices that the attempt leased, JSON."""
+        return self.root / "devices.json"
 
     @property
     def result(self) -> Path:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from soup_flows.pages import plan_rows, plan_text, table
+from soup_flows.pages import table
 from soup_flows.sharding import Candidate, ShardingPlan
 from soup_flows.sharding.fit import Fit, FitPoint
+from soup_flows.sharding.words import plan_rows, plan_text
 
 GIB = 1 << 30
 TERMINAL_ROWS = 8

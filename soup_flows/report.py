@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import FailureClass, Problem
 from soup_flows.launch.events import tail_events
+from soup_flows.ledger import Attempt
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic
 from soup_flows.proof import Proof
 from soup_flows.sharding import ShardingPlan
@@ -41,6 +42,50 @@ class RankMemory(BaseModel):
     device_peak_reserved_bytes: int | None = None
 
 
+class SavedCheckpoint(BaseModel):
+    """A checkpoint that was sealed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    """Wall time of the save, hashing and reading back included."""
+
+
+class Resumed(BaseModel):
+    """Proof of a resume: the first step after it beside the last one before it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    """First optimizer step that was logged after the resume."""
+    from_step: int
+    checkpoint: str
+    weights_only: bool
+    loss: float | None = None
+    loss_before: float | None = None
+    learning_rate: float | None = None
+    learning_rate_before: float | None = None
+
+
+class Stopped(BaseModel):
+    """Where the ranks stopped because they were asked to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    saved: bool
+    last_saved: int | None = None
+
+    def __str__(self) -> str:
+        if self.saved:
+            return f"saved at step {self.step}"
+        good = f"step {self.last_saved}" if self.last_saved is not None else "none"
+        return f"stopped at step {self.step}, not saved, last good checkpoint: {good}"
+
+
 class TrainReport(BaseModel):
     """What ran, what was proven, what came out, and where everything is."""
 
@@ -56,6 +101,17 @@ class TrainReport(BaseModel):
     """Findings of the validation, or what the run was refused for."""
     plan: ShardingPlan | None = None
     attempts: int = 0
+    ledger: tuple[Attempt, ...] = ()
+    """Every attempt of the run, the last one included."""
+    started_from: int = 0
+    """Step of the checkpoint that the last attempt resumed; 0 is the model."""
+    resumed: Resumed | None = None
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    """Sealed by the last attempt; older ones than `recovery.save_total_limit` are gone."""
+    save_failures: tuple[str, ...] = ()
+    set_aside: tuple[str, ...] = ()
+    """Checkpoints that did not verify before the last attempt: where each is, and why."""
+    stopped_at: Stopped | None = None
     proof: Proof | None = None
     steps: int = 0
     """Optimizer steps made."""
@@ -110,19 +166,48 @@ class TrainReport(BaseModel):
         return write_atomic(paths.report, self.model_dump_json(indent=2) + "\n")
 
 
+_VALUES: dict[str, tuple[str, type[BaseModel]]] = {
+    "proof": ("proof", Proof),
+    "resumed": ("resumed", Resumed),
+    "stopped": ("stopped_at", Stopped),
+    "checkpoint": ("checkpoints", SavedCheckpoint),
+}
+"""Events that become a value: the report's field and the value's type."""
+
+
+def read_run(paths: RunPaths, number: int) -> dict[str, Any]:
+    """Collect what attempt `number` says, with the metrics that it goes on from.
+
+    Points of earlier attempts are kept up to the step that the next attempt resumed.
+    """
+    found: dict[str, Any] = {}
+    train: list[Point] = []
+    evaluations: list[Point] = []
+    for n in range(1, number + 1):
+        found = read_attempt(paths.attempt(n))
+        start = found.get("started_from")
+        if start is not None:  # an attempt that ended before it began changes nothing
+            train = [point for point in train if point.step <= start]
+            evaluations = [point for point in evaluations if point.step <= start]
+        train += found["train"]
+        evaluations += found["evaluations"]
+    return found | {"train": train, "evaluations": evaluations}
+
+
 def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
     """Collect what an attempt's events and result say, as fields of `TrainReport`.
 
     Torn lines and unknown events are skipped; a folder without events gives an empty report.
     """
-    found: dict[str, Any] = {"train": [], "evaluations": [], "memory": []}
+    found: dict[str, Any] = {"train": [], "evaluations": [], "memory": [], "checkpoints": []}
+    failures: list[str] = []
     started = None
     for event in tail_events(attempt.events).poll():
         kind, numbers = event.get("kind"), event
         if kind == "started" and started is None:
             started = event.get("time")
-        elif kind == "proof":
-            found["proof"] = Proof.model_validate({k: event[k] for k in Proof.model_fields if k in event})
+            found["started_from"] = event.get("from_step", 0)
+            found["set_aside"] = tuple(event.get("set_aside", ()))
         elif kind == "metrics" and "loss" in numbers:
             found["train"].append(_point(numbers, "loss"))
             found["steps"] = event["step"]
@@ -130,12 +215,22 @@ def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
             found["evaluations"].append(_point(numbers, "eval_loss"))
         elif kind == "data":
             found.update({k: event[k] for k in ("train_rows", "eval_rows", "total_steps")})
+        elif kind in _VALUES:
+            name, model = _VALUES[kind]
+            value = model.model_validate({k: event[k] for k in model.model_fields if k in event})
+            if kind == "checkpoint":
+                found[name].append(value)
+            else:
+                found[name] = value
+        elif kind == "save_failed":
+            failures.append(f"step {event['step']}: {event['reason']}")
         elif kind == "memory":
             fields = {k: event[k] for k in RankMemory.model_fields if k in event}
             if not any(m.rank == fields["rank"] for m in found["memory"]):
                 found["memory"].append(RankMemory.model_validate(fields))
         if kind == "metrics" and started is not None and "start_seconds" not in found:
             found["start_seconds"] = event["time"] - started
+    found["save_failures"] = tuple(failures)
     found["memory"].sort(key=lambda memory: memory.rank)
     try:
         result = json.loads(attempt.result.read_text())

@@ -19,6 +19,12 @@ PlainStrategy = Literal["auto", "single", "ddp"]
 Device = Literal["auto", "cuda", "cpu"]
 GpuCount = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 
+DrillName = Literal[
+    "kill_rank", "kill_supervisor", "kill_flow", "sigterm", "ignore_sigterm", "hang_rank", "hang_collective",
+    "cuda_oom", "host_oom", "disk_full", "nan_loss", "exit_abort", "log_flood",
+]  # fmt: skip
+"""Drills that the ranks carry out themselves; `soup-flows drill` knows those that need more than a run."""
+
 DEMO_MODEL = "demo://tiny-llama"
 DEMO_DATASET = "demo://stdlib-qa"
 
@@ -80,6 +86,10 @@ class TrainingSettings(Group):
     """Optimizer steps between two metric events."""
     eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
     """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
+    report_to: list[
+        Literal["tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio"]
+    ] = Field([], title="Trackers")
+    """Trackers of Transformers' Trainer that rank 0 reports to; each needs its own package."""
 
 
 class DataSettings(Group):
@@ -95,6 +105,56 @@ class DataSettings(Group):
     """`assistant`: the loss counts the answers only; `all`: every token."""
 
 
+class RecoverySettings(Group):
+    """What is saved on the way, what a run goes on from, and what happens after a failure."""
+
+    resume: str = Field("auto", min_length=1, title="Resume from")
+    """`auto`: a retry, or the same flow run coming back, goes on from its newest checkpoint that verifies.
+    A run id, a checkpoint or a run directory: go on from there. `never`: always start from the model."""
+    save_steps: int | None = Field(None, ge=0, title="Save a checkpoint every n optimizer steps")
+    """Optimizer steps between checkpoints: about ten checkpoints a run when empty, none with 0."""
+    save_total_limit: int = Field(2, ge=1, title="Checkpoints to keep")
+    """Older ones are removed; the last one that verifies never is."""
+    max_retries: int = Field(3, ge=0, le=100, title="Most retries per cause")
+    """Most retries after each kind of failure; kinds that come back at once are never retried."""
+    backoff_s: float = Field(10.0, ge=0, le=3600, title="Wait before a retry (seconds)")
+    """Doubled with each further retry after the same cause, up to an hour."""
+    on_oom: Literal["smaller_batch", "shard_more", "stop"] = Field("smaller_batch", title="Out of GPU memory")
+    """`smaller_batch`: halve the micro batch, then checkpoint activations; the global batch and the result are
+    kept. `shard_more`: after that also more sharding and off-load, which goes on from the weights with a new
+    optimizer. `stop`: no retry."""
+    on_nan: Literal["stop", "lower_learning_rate", "skip_batch"] = Field("stop", title="Loss not finite")
+    """`stop`: no retry. Else go back one checkpoint, and halve the learning rate or leave the batch out."""
+    reuse: Literal["never", "finished", "any"] = Field("never", title="Reuse of equal runs")
+    """`finished`: a run with equal settings, data content and code in the same output folder is not repeated,
+    its report is returned. `any`: an unfinished one is continued too. `never`: a new run trains."""
+    gpu_hour_price: float | None = Field(None, ge=0, title="Price of a GPU-hour")
+    """In any currency; the attempts table then shows what each attempt cost."""
+
+
+class ValidationSettings(Group):
+    """Which findings of the validation count."""
+
+    deep: bool = Field(True, title="Look at model, tokenizer and first rows")
+    """Also build the model without weights, load the tokenizer and encode the first rows, in a process of its own
+    that takes some seconds: finds templates without an end of turn, adapters that match nothing, rows without a
+    trained token."""
+    strict: bool = Field(False, title="Warnings are errors")
+    """Refuse the run for warnings too."""
+    silence: dict[str, str] = Field(default_factory=dict, title="Silenced rules")
+    """Rule id to the reason why it does not matter here, such as `{"DS063": "measured, no NaN"}`. The finding
+    becomes a note with that reason, which is kept with the run."""
+
+    @field_validator("silence")
+    @classmethod
+    def _reasons(cls, value: dict[str, str]) -> dict[str, str]:
+        """Refuse a rule that is silenced without a reason."""
+        empty = [rule for rule, reason in value.items() if not reason.strip()]
+        if empty:
+            raise ValueError(f"give a reason for {', '.join(empty)}")
+        return value
+
+
 class LauncherSettings(Group):
     """How the processes are started, watched and stopped."""
 
@@ -104,6 +164,24 @@ class LauncherSettings(Group):
     """The run is stopped after this many minutes."""
     omp_num_threads: int | None = Field(None, ge=1, title="CPU threads per rank")
     """Threads of each rank; cores divided by ranks when empty."""
+    stall_floor_s: float = Field(300.0, gt=0, title="Shortest stall (seconds)")
+    """A run without a step for this long, and for ten times its longest step, is stopped as stalled."""
+    lease: Literal["auto", "on", "off"] = Field("auto", title="Lease devices")
+    """Hold the run's devices by a lock on this host: `auto` leases GPUs; `on` leases CPU cores too."""
+    max_wait_min: float | None = Field(None, ge=0, title="Longest wait for devices (minutes)")
+    """How long to wait for devices that other runs hold; for as long as it takes when empty."""
+    drill: DrillName | None = Field(None, title="Fault drill")
+    """Make this run suffer on purpose, to see what happens; needs `allow_drill`."""
+    allow_drill: bool = Field(False, title="Allow the fault drill")
+    """A drill ends the run, and some drills end the flow itself: say that it is meant."""
+
+    @model_validator(mode="after")
+    def _drill_is_meant(self) -> LauncherSettings:
+        if self.drill is not None and not self.allow_drill:
+            raise ValueError(
+                f"drill={self.drill!r} makes the run fail on purpose; set launcher.allow_drill=true"
+            )
+        return self
 
 
 class TrainingSpec(Group):
@@ -141,8 +219,12 @@ class TrainingSpec(Group):
     """Adapter settings, used when `training.method` is `lora`."""
     data: DataSettings = Field(default_factory=DataSettings, title="Data")
     """What the rows mean and how long they may be."""
+    recovery: RecoverySettings = Field(default_factory=RecoverySettings, title="Recovery")
+    """What is saved on the way, what a run goes on from, and what happens after a failure."""
     launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
     """How the processes are started, watched and stopped."""
+    validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")
+    """Which findings of the validation count."""
 
     @field_validator("gpus", mode="before")
     @classmethod
@@ -192,6 +274,8 @@ def _problems(error: ValidationError) -> list[Problem]:
             fix = nearest(parts[-1], names) or "valid here: " + ", ".join(names)
         elif item["type"] == "missing":
             message, fix = "is required", f"give {field}"
+        elif item["type"] == "value_error" and annotation is model:
+            fix = ""
         elif not parts:
             field, fix = message.split(" ", 1)[0], "remove the other; `soup-flows presets` tells them apart"
         else:

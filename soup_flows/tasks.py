@@ -5,35 +5,38 @@ They are synchronous, and have effects (or read the machine), so results are nev
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from soup_flows.attempt import free_devices, run_attempt
+from soup_flows.attempts import record, where_stopped
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
-from soup_flows.launch.outcome import classify
-from soup_flows.launch.plan import LaunchPlan, build_launch_plan
-from soup_flows.launch.run import Outcome, run
+from soup_flows.launch.advice import ADVICE
+from soup_flows.launch.devices import gpu_devices
+from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
+from soup_flows.launch.plan import LaunchPlan, LeaseSettings, StallSettings, build_launch_plan
+from soup_flows.launch.run import Outcome
+from soup_flows.ledger import Change
+from soup_flows.live import emit_end
+from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import RunState, TrainReport, read_attempt
+from soup_flows.report import RunState, TrainReport, read_run
+from soup_flows.resume import find_start
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
-from soup_flows.validation import count_rows, validate
-
-WATCH_EVERY_S = 10.0
-"""Seconds between two looks at the run's own state on the server."""
+from soup_flows.stop import asked_to_stop
+from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
 
 
 @task(name="detect hardware", cache_policy=NO_CACHE)
@@ -59,13 +62,29 @@ def detect_hardware(device: str = "auto", paths: Sequence[str] = ()) -> Hardware
 
 
 @task(name="resolve sharding config", cache_policy=NO_CACHE)
-def resolve_sharding_config(spec: TrainingSpec, hardware: Hardware) -> ShardingPlan:
+def resolve_sharding_config(
+    spec: TrainingSpec, hardware: Hardware, kept: ShardingPlan | None = None
+) -> ShardingPlan:
     """Turn what was asked into what every rank will run.
+
+    Args:
+        spec: what was asked.
+        hardware: the machine.
+        kept: the plan of the attempt before; a strategy that was chosen then is kept.
 
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
-    plan = make_plan(spec, hardware, count_rows(spec))
+    hardware = _free_now(spec, hardware)
+    try:
+        plan = make_plan(spec, hardware, count_rows(spec), kept=kept)
+    except Refused as refused:
+        known = {(p.id, p.field) for p in refused.problems}
+        raise Refused(
+            [*refused.problems, *(p for p in check_spec(spec) if (p.id, p.field) not in known)]
+        ) from None
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     batch = plan.batch
     _logger().info(
         "Plan: %s on %d rank(s), %s; %d rows per optimizer step = %d x %d passes x %d ranks; %s",
@@ -94,7 +113,7 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
     Raises:
         Refused: with all problems at once, if one of them is an error.
     """
-    problems = validate(spec, hardware, plan)
+    problems = validate(spec, hardware, plan, deep=spec.validation.deep)
     for problem in problems:
         _logger().log(logging.INFO if problem.severity == "note" else logging.WARNING, "%s", problem)
     if any(problem.severity == "error" for problem in problems):
@@ -104,9 +123,13 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
 
 @task(name="write temp config", cache_policy=NO_CACHE)
 def write_temp_config(
-    spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, run_id: str | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    run_id: str | None = None,
+    change: Change | None = None,
 ) -> LaunchPlan:
-    """Write the run directory and the config file that the ranks read.
+    """Write the run directory and the config file that the ranks read, and choose the checkpoint to start from.
 
     The temporary config has mode 0600 and is removed when the attempt ends; a copy stays in the run directory.
 
@@ -115,16 +138,23 @@ def write_temp_config(
         hardware: the machine.
         plan: the resolved plan.
         run_id: name of the run directory; the flow run's id when empty, else a new one.
+        change: how a retry differs from what was asked; `spec` and `plan` have it already.
+
+    Raises:
+        Refused: if the checkpoint to resume from is not there, broken, or does not fit.
     """
     paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
+    orders = find_start(spec, plan, paths, change)
+    paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
     config_path = _write_config(spec, plan, paths)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
+    write_atomic(paths.orders, orders.model_dump_json(indent=2))
     launch = build_launch_plan(
         paths=paths,
         run_id=paths.root.name,
@@ -136,9 +166,16 @@ def write_temp_config(
         stop_budget_s=spec.launcher.stop_budget_s,
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=_devices(hardware, plan),
+        stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
+        lease=_lease(spec, plan),
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     _logger().info("Run directory: %s", paths.root)
+    for line in orders.set_aside:
+        _logger().warning("Checkpoint set aside: %s", line)
+    if orders.checkpoint:
+        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
+        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
     return launch
 
 
@@ -154,20 +191,43 @@ def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths) -> st
     return write_deepspeed_config(plan.config, paths.temp)
 
 
+def _free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
+    """For `gpus="auto"`: leave out GPUs that are sick, used or leased at present, unless that is all of them."""
+    if spec.gpus != "auto" or spec.device == "cpu" or spec.launcher.lease == "off" or not hardware.gpus:
+        return hardware
+    free = free_devices(gpu_devices(hardware.gpus))
+    gpus = tuple(gpu for gpu in hardware.gpus if gpu.uuid in free)
+    return hardware.model_copy(update={"gpus": gpus}) if gpus else hardware
+
+
+def _lease(spec: TrainingSpec, plan: ShardingPlan) -> LeaseSettings | None:
+    """GPUs are leased unless that is turned off; CPU cores only when asked for, since ranks may share them."""
+    if spec.launcher.lease == "off" or (spec.launcher.lease == "auto" and plan.device == "cpu"):
+        return None
+    wait_min = spec.launcher.max_wait_min
+    return LeaseSettings(
+        kind="core" if plan.device == "cpu" else "gpu",
+        max_wait_s=None if wait_min is None else wait_min * 60,
+    )
+
+
 def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
-    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one."""
+    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them."""
     if plan.device == "cpu":
         return None
     return ",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
 
 
 @task(name="launch distributed train", cache_policy=NO_CACHE)
-def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = ()) -> TrainReport:
+def launch_distributed_train(
+    launch: LaunchPlan, problems: Sequence[Problem] = (), change: Change | None = None
+) -> TrainReport:
     """Start the ranks, watch them, and end with nothing left behind, however this ends.
 
     Args:
         launch: what `write temp config` returned.
         problems: the warnings of `validate strategy`, kept in the report.
+        change: how this attempt differs from what was asked, kept in the ledger.
 
     Returns:
         The report; it is in the run directory as `report.json` too, also when this raises.
@@ -178,7 +238,6 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
     paths = RunPaths(Path(launch.run_dir))
     logger = _logger()
     plan = ShardingPlan.model_validate_json(paths.plan.read_bytes())
-    attempt = paths.attempt(launch.attempt)
     base: dict[str, Any] = {
         "run_id": launch.run_id,
         "run_dir": launch.run_dir,
@@ -186,69 +245,66 @@ def launch_distributed_train(launch: LaunchPlan, problems: Sequence[Problem] = (
         "problems": tuple(problems),
         "attempts": launch.attempt,
     }
+    begun = time.time()
     try:
-        with _own_run_watch() as should_stop:
-            outcome = run(
-                launch,
-                on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-                should_stop=should_stop,
-            )
+        with own_run_watch() as server_says:
+            outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
-        TrainReport(
-            state="cancelled",
-            failure_class="cancelled",
-            cause=f"stopped by {type(stopped).__name__}",
-            **base,
-            **read_attempt(attempt),
-        ).save()
+        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
+        emit_end(record(paths, launch.attempt, report, begun, change))
         raise
-    report = _report(attempt, outcome, base)
-    report.save()
+    report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
+    emit_end(report)
     if report.state != "completed":
         raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
     logger.info("Model: %s", report.model)
     return report
 
 
-def _report(attempt: AttemptPaths, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
+def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
     """Judge the attempt by what it wrote, never by an exit code alone."""
-    found = base | read_attempt(attempt) | {"seconds": outcome.seconds}
+    found = base | read_run(paths, number) | {"seconds": outcome.seconds}
     proof = found.get("proof")
     if found.get("saved") and proof is not None and not proof.failures:
+        found["problems"] += warn_of_exit(outcome.receipt)
         return TrainReport(state="completed", **found)
-    failure_class, cause, advice = classify(attempt, outcome.receipt)
+    stopped = found.get("stopped_at")
+    if stopped is not None and outcome.reason == "exited":
+        advice = f"Go on with recovery.resume={paths.root.name}."
+        return _failed(Verdict("cancelled", "stopped on request", advice), found)
+    return _failed(_verdict(paths.attempt(number), outcome.receipt), found)
+
+
+def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
+    """Classify; a scheduler's signal and that of Prefect's own cancellation look alike, so ask about the second."""
+    verdict = classify(attempt, receipt)
+    if verdict.failure_class == "preempted" and cancel_was_asked():
+        return Verdict("cancelled", "the run was cancelled in Prefect", ADVICE["cancelled"])
+    return verdict
+
+
+def _stopped(paths: RunPaths, number: int, stopped: BaseException, base: dict[str, Any]) -> TrainReport:
+    """Say why the task itself was ended while it waited for the attempt, or before it began."""
+    found = base | read_run(paths, number)
+    if isinstance(stopped, TrainingFailed):
+        return _failed(Verdict(stopped.failure_class, stopped.cause, stopped.advice), found)
+    if isinstance(stopped, Refused):
+        report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
+        return TrainReport(state="refused", **(found | report))
+    receipt = read_saved_receipt(paths.attempt(number))
+    found["seconds"] = receipt.get("seconds", found["seconds"])
+    verdict = _verdict(paths.attempt(number), receipt)
+    if verdict.failure_class == "unknown":
+        verdict = Verdict("cancelled", f"stopped by {type(stopped).__name__}", ADVICE["cancelled"])
+    return _failed(verdict, found)
+
+
+def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
+    failure_class, cause, advice = verdict
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
+    if state == "cancelled":
+        cause = f"{cause}; {where_stopped(found)}"
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
-
-
-@contextlib.contextmanager
-def _own_run_watch() -> Iterator[Callable[[], str | None]]:
-    """Watch the flow run's state on the server, in a thread of its own, since calls block through an outage.
-
-    After a server outage Prefect's own cancellation never arrives; the run's state does.
-
-    Yields:
-        A function that says why the run should stop, or None; it answers at once.
-    """
-    flow_run_id = runtime.flow_run.id
-    found: list[str] = []
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not found and not ended.wait(WATCH_EVERY_S):
-            with contextlib.suppress(Exception), get_client(sync_client=True) as client:
-                state = client.read_flow_run(UUID(flow_run_id)).state
-                if state is not None and (state.is_cancelling() or state.is_final()):
-                    found.append(f"the server says the run is {state.name}")
-
-    if flow_run_id is not None:
-        # The context holds the run's API address and settings.
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(watch,), daemon=True, name="soup-own-run-watch").start()
-    try:
-        yield lambda: found[0] if found else None
-    finally:
-        ended.set()
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:

@@ -9,6 +9,7 @@ from soup_flows.errors import FailureClass
 STOPPED: dict[str, tuple[FailureClass, str]] = {
     "stopped": ("cancelled", "the run was asked to stop"),
     "signal": ("cancelled", "the run was stopped by a signal"),
+    "preempted": ("preempted", "the scheduler took the machine back"),
     "holder_gone": ("cancelled", "the flow process ended, so its training was stopped"),
     "timeout": ("timeout", "the run was stopped"),
     "supervisor_died": ("rank_killed", "the training was ended because its supervisor died"),

@@ -35,6 +35,11 @@ def heartbeat(attempt: Path, rank: int) -> Path:
     return attempt / "heartbeat" / f"rank_{rank}"
 
 
+def stopping(attempt: Path) -> Path:
+    """Written before the ranks are asked to end: `{"reason", "deadline"}`, Unix seconds until SIGKILL, JSON."""
+    return attempt / "stopping.json"
+
+
 def stacks(attempt: Path, rank: int) -> Path:
     """Takes the Python stacks of rank `rank` when it is stuck."""
     return attempt / "stacks" / f"rank_{rank}.txt"

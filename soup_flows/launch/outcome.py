@@ -8,21 +8,26 @@ logs.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from soup_flows.errors import FailureClass
-from soup_flows.launch import layout
+from soup_flows.errors import FailureClass, Problem
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines
+from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
+from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
+PEER_GONE = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "remote process exited or there was a network",
+)
+"""What gloo (transport/tcp/pair.cc) and NCCL (src/misc/socket.cc, ncclRemoteError) say of a rank that is gone."""
 
 
 class Verdict(NamedTuple):
@@ -71,6 +76,40 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
     return sorted(errors, key=lambda error: error.time)
 
 
+def read_saved_receipt(attempt: AttemptPaths) -> dict[str, Any]:
+    """Return the receipt in the attempt's folder; empty if there is none that can be read."""
+    try:
+        value = json.loads(attempt.receipt.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:
+    """Return a warning for a run that saved its verified result and whose processes did not end cleanly.
+
+    Aborts at exit are common (a communicator or a driver that is torn down in the wrong order) and say nothing
+    about the result, which was read back from disk before.
+    """
+    code, first = receipt.get("exit_code"), receipt.get("first_failure")
+    if code == 0 and receipt.get("reason") == "exited":
+        return ()
+    what = f"the launcher ended with {code}, reason {receipt.get('reason')!r}"
+    if first:
+        number = first["exit_code"]
+        how = signal_name(-number) if number < 0 else f"exit code {number}"
+        what = f"rank {first['rank']} ended with {how}"
+    return (
+        Problem(
+            id="EXIT001",
+            severity="warning",
+            field="launcher",
+            message=f"{what} after the model had been saved and verified",
+            fix="nothing is lost; logs/ has what it said",
+        ),
+    )
+
+
 def tails(attempt: AttemptPaths, count: int = TAIL_LINES) -> dict[str, list[str]]:
     """Return the last `count` lines of the launcher and of every rank, by file name without suffix."""
     names = sorted(attempt.logs.glob("*.log"))
@@ -91,7 +130,7 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
-        lambda: _from_error(errors[0]) if errors else None,
+        lambda: _from_error(min(errors, key=lambda e: (_peer_gone(e), e.time))) if errors else None,
         lambda: _from_stop(attempt, receipt),
         lambda: _from_text(attempt),
         lambda: _from_exit(receipt),
@@ -127,7 +166,12 @@ def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] |
 
 
 def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:
-    return bool(errors) and death["time"] is not None and errors[0].time < death["time"]
+    return death["time"] is not None and any(e.time < death["time"] and not _peer_gone(e) for e in errors)
+
+
+def _peer_gone(error: RankError) -> bool:
+    """A rank that lost its peer may say so before the supervisor has seen that peer die."""
+    return any(words in error.message.lower() for words in PEER_GONE)
 
 
 def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str, Any]) -> Verdict:
@@ -136,6 +180,14 @@ def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str,
         return _verdict("rank_killed", f"rank {rank} died without a Python error and the others were stopped")
     name = signal_name(-code)
     killed_for_memory = (receipt.get("oom_kills_after") or 0) - (receipt.get("oom_kills_before") or 0)
+    pids = {d["pid"] for d in receipt.get("dead_ranks", ())} | {
+        (receipt.get("first_failure") or {}).get("pid")
+    }
+    said = memory_kill(receipt.get("kernel", ()), pids)
+    if -code == signal.SIGKILL and said:
+        return _verdict(
+            "host_oom", f"rank {rank} was killed for memory; the kernel's log says: {_short(said)}"
+        )
     if -code == signal.SIGKILL and killed_for_memory > 0:
         return _verdict(
             "host_oom",
@@ -179,35 +231,17 @@ def _short(text: str, limit: int = 500) -> str:
 def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None:
     reason, detail = receipt.get("reason"), receipt.get("detail", "")
     if reason == "stalled":
-        stall = receipt.get("stall") or {}
-        frame = stuck_frame(layout.stacks(attempt.root, stall.get("rank", 0)))
-        return _verdict(
-            "stalled",
-            f"no step for {stall.get('quiet_s')} s (allowed {stall.get('threshold_s')} s); rank "
-            f"{stall.get('rank')} is furthest behind, at step {stall.get('step')}, phase {stall.get('phase')}"
-            + (f", in {frame}" if frame else ""),
+        return _verdict("stalled", stall_cause(attempt.root, receipt.get("stall") or {}))
+    by_signal = reason == "signal" or "TerminationSignal" in detail
+    if by_signal and receipt.get("scheduler"):
+        reason, detail = (
+            "preempted",
+            f"{receipt['scheduler']} sent a signal and nobody asked Prefect to cancel",
         )
     if reason in STOPPED:
         kind, sentence = STOPPED[reason]
         return _verdict(kind, f"{sentence}: {detail}" if detail else sentence)
     return None
-
-
-def stuck_frame(stacks: Path) -> str | None:
-    """Return the main thread's innermost frame in a faulthandler dump, as `all_reduce (x.py, line 12)`.
-
-    faulthandler writes the main thread last and each thread's innermost frame first.
-    """
-    try:
-        lines = stacks.read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    heads = [number for number, line in enumerate(lines) if line.startswith(("Thread ", "Current thread "))]
-    if not heads or heads[-1] + 1 >= len(lines):
-        return None
-    file, _, rest = lines[heads[-1] + 1].strip().removeprefix("File ").partition(", line ")
-    line, _, function = rest.partition(" in ")
-    return f"{function} ({os.path.basename(file.strip(chr(34)))}, line {line})"
 
 
 # -- only text and an exit code are left -----------------------------------------------------------

@@ -71,6 +71,17 @@ class StallSettings(BaseModel):
     """Seconds allowed before the first step, and for loading, evaluating and saving."""
 
 
+class LeaseSettings(BaseModel):
+    """Which devices the attempt holds while it runs; see `soup_flows.launch.leases`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["gpu", "core"]
+    """GPUs (or MIG slices) by UUID, or slots of CPU cores."""
+    max_wait_s: float | None = Field(None, ge=0)
+    """Longest wait for devices that others hold; None waits for as long as it takes."""
+
+
 class LaunchPlan(BaseModel):
     """Everything about starting one attempt. It can be printed and kept: secrets appear by name only."""
 
@@ -100,6 +111,8 @@ class LaunchPlan(BaseModel):
     """The attempt is stopped after this many seconds."""
     stall: StallSettings = StallSettings()
     """When the watchdog stops the attempt."""
+    lease: LeaseSettings | None = None
+    """Devices to lease, one per rank, when the attempt starts; None takes what is visible."""
     log_limit_bytes: int = Field(64 << 20, ge=1 << 12)
     """Size at which a log file is rotated; one older file is kept."""
 
@@ -151,6 +164,7 @@ def build_launch_plan(
     timeout_s: float | None,
     cuda_visible_devices: str | None = None,
     stall: StallSettings | None = None,
+    lease: LeaseSettings | None = None,
 ) -> LaunchPlan:
     """Return the plan that starts the rank program on this host under torch elastic.
 
@@ -164,9 +178,10 @@ def build_launch_plan(
         omp_num_threads: CPU threads per rank; the usable cores divided by the ranks when None.
         stop_budget_s: seconds between the request to stop and the last process being gone.
         timeout_s: seconds after which the attempt is stopped, or None.
-        cuda_visible_devices: the leased devices, comma separated (UUIDs or indices); None leaves what is
-            inherited.
+        cuda_visible_devices: devices, comma separated (UUIDs or indices); None leaves what is inherited. A
+            lease puts its own in their place.
         stall: the watchdog's limits; its defaults when None.
+        lease: the devices to hold while the attempt runs, or None.
 
     Raises:
         pydantic.ValidationError: if a value is out of range or `config_path` is not a temporary copy.
@@ -201,6 +216,7 @@ def build_launch_plan(
         stop_budget_s=stop_budget_s,
         timeout_s=timeout_s,
         stall=stall or StallSettings(),
+        lease=lease,
     )
 
 

@@ -123,6 +123,12 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def scheduler() -> str | None:
+    """Name the scheduler that may take this machine away by SIGTERM, as its variables show; else None."""
+    known = (("slurm", "SLURM_JOB_ID"), ("kubernetes", "KUBERNETES_SERVICE_HOST"))
+    return next((name for name, key in known if key in os.environ), None)
+
+
 def oom_kills() -> int | None:
     """Return how many processes the kernel killed for memory in this process's cgroup, None if unreadable.
 

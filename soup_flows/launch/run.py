@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def run(
     on_lines: OnLines | None = None,
     on_events: OnEvents | None = None,
     should_stop: Callable[[], str | None] | None = None,
+    lease_fds: Sequence[int] = (),
     poll_s: float = 0.5,
 ) -> Outcome:
     """Run one attempt to its end and return how it ended; nothing of it is left, whatever happens.
@@ -61,6 +62,7 @@ def run(
         on_events: the same for batches of events of all ranks; none is left out.
         should_stop: asked about once a second in the calling thread; a text stops the attempt and is the
             reason. It should answer at once and not raise: let a thread of its own ask a server.
+        lease_fds: locks that the supervisor holds too, so that they outlive this process until all is clean.
         poll_s: seconds between two looks at the files.
 
     Raises:
@@ -76,7 +78,7 @@ def run(
     tailer = Tailer(plan, on_lines, on_events, poll_s)
     supervisor: subprocess.Popen[bytes] | None = None
     try:
-        supervisor = _start(plan, channel)
+        supervisor = _start(plan, channel, lease_fds)
         tailer.start()
         _wait(supervisor, should_stop)
     except BaseException as error:
@@ -89,13 +91,14 @@ def run(
     return Outcome(receipt["exit_code"], receipt["reason"], receipt, time.monotonic() - begun)
 
 
-def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
+def _start(plan: LaunchPlan, channel: Path, lease_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     attempt = plan.attempt_paths.root
     spec = {
         "run_id": plan.run_id,
         "attempt_dir": str(attempt),
         "channel": str(channel),
         "holder_pid": os.getpid(),
+        "lease_fds": list(lease_fds),
         **plan.model_dump(
             mode="json",
             include={
@@ -123,6 +126,7 @@ def _start(plan: LaunchPlan, channel: Path) -> subprocess.Popen[bytes]:
             stderr=log_fd,
             env=environment,
             bufsize=0,
+            pass_fds=lease_fds,
         )
     finally:
         os.close(log_fd)

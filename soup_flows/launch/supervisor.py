@@ -16,6 +16,7 @@ the first one, because SIGKILL to the group follows 30 s later (prefect 3.9.1, r
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -26,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.launch import layout, proc
+from soup_flows.launch.kernel import kernel_lines
 from soup_flows.launch.pump import Pump, RotatingLog, make_fifo
 from soup_flows.launch.receipt import first_failure, remove_temporary, write_receipt
 from soup_flows.launch.watchdog import Watchdog
+from soup_flows.paths import write_json
 
 TICK_S = 0.5
 STOPPING_TICK_S = 0.05
@@ -39,7 +42,9 @@ RANK_DEATH_S = 8.0
 STACKS_S = 2.0
 """Seconds the ranks get to write their stacks before a stalled run is stopped."""
 UNKILLABLE_S = 5.0
-"""Seconds from the first SIGKILL until a process that is still there (stuck in a driver) is a survivor."""
+"""Seconds from the first SIGKILL until what is still there (stuck in a driver) is a survivor."""
+SAVING_REASONS = ("signal", "stopped", "preempted", "holder_gone", "timeout")
+"""Ends in which the ranks are well and may save a checkpoint first."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -65,6 +70,7 @@ class Supervisor:
             "dead_ranks": [],
             "stall": None,
             "oom_kills_before": proc.oom_kills(),
+            "scheduler": proc.scheduler(),
         }
         self.status: int | None = None
         """Wait status of the launcher once it has ended."""
@@ -78,16 +84,15 @@ class Supervisor:
         self.poll = select.poll()
         self.pumps: dict[int, Pump] = {}
         self.rank_fds: dict[int, int] = {}
-        stall = spec["stall"]
-        self.watchdog = Watchdog(
-            self.attempt, self.ranks, stall["floor_s"], stall["factor"], stall["startup_s"]
-        )
+        self.watchdog = Watchdog(self.attempt, self.ranks, **spec["stall"])
 
     # -- start -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Become a subreaper, open every pipe, and start the launcher."""
         proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
+        for fd in self.spec["lease_fds"]:
+            os.set_inheritable(fd, False)  # the ranks must not keep a lease
         self.wake_fd, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
@@ -236,6 +241,10 @@ class Supervisor:
         with contextlib.suppress(PermissionError):  # already a group leader
             os.setsid()
         if self.status is None:
+            if reason in SAVING_REASONS:
+                deadline = {"reason": reason, "deadline": time.time() + grace_s}
+                with contextlib.suppress(OSError):
+                    write_json(layout.stopping(self.attempt), deadline)
             self._signal([self.agent], signal.SIGTERM)
 
     def _sweep(self, now: float) -> None:
@@ -274,12 +283,16 @@ class Supervisor:
             first_failure=first_failure(layout.launcher_log(self.attempt)),
             survivors=self._living(),
             oom_kills_after=proc.oom_kills(),
+            kernel=kernel_lines(self.started) if self.receipt["dead_ranks"] or code else [],
             log_bytes_lost=sum(pump.log.lost_bytes for pump in self.pumps.values()),
             seconds=round(now - self.started, 3),
             seconds_to_clean=round(now - self.asked_s, 3),
             ended=time.time(),
         )
         write_receipt(self.attempt, self.receipt)
+        if self.receipt["reason"] == "holder_gone":
+            for fd in self.spec["lease_fds"]:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a fork of the dead flow may still have a copy
         return code if code >= 0 else 128 - code
 
 

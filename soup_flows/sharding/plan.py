@@ -44,7 +44,11 @@ class Decision:
 
 
 def make_plan(
-    spec: TrainingSpec, hardware: Hardware, rows: int | None = None, nodes: int = 1
+    spec: TrainingSpec,
+    hardware: Hardware,
+    rows: int | None = None,
+    nodes: int = 1,
+    kept: ShardingPlan | None = None,
 ) -> ShardingPlan:
     """Resolve the sharding config of `spec` for `hardware`.
 
@@ -57,12 +61,14 @@ def make_plan(
         hardware: the machine that will run it, or one of several like it.
         rows: training rows, when they are known; step counts follow from them.
         nodes: machines.
+        kept: the plan of an attempt before this one; a strategy that was chosen is then not chosen anew, since
+            the checkpoints of one strategy cannot be read by most others.
 
     Raises:
         Refused: with the field and the nearest valid value, for GPUs that are not there, batches that cannot
             be divided, configs that cannot be read, and settings that contradict each other.
     """
-    case = read_case(spec, hardware, nodes)
+    case = read_case(spec, hardware, nodes, kept)
     decision = _predicted(case) if case.model is not None else _unpredicted(case, case.no_model)
     world, strategy, asked = decision.world, decision.strategy, case.batch
     batch = asked.divided(world.size, decision.micro_batch)
@@ -109,7 +115,9 @@ def make_plan(
     )
 
 
-def read_case(spec: TrainingSpec, hardware: Hardware, nodes: int = 1) -> Case:
+def read_case(
+    spec: TrainingSpec, hardware: Hardware, nodes: int = 1, kept: ShardingPlan | None = None
+) -> Case:
     """Collect what was asked, the machine and the model; see `make_plan`.
 
     Raises:
@@ -120,6 +128,11 @@ def read_case(spec: TrainingSpec, hardware: Hardware, nodes: int = 1) -> Case:
     world = decide_world(spec, hardware, nodes, spec.training.global_batch_size if free else None)
     dtype, dtype_reason = decide_dtype(spec, hardware, world.device)
     named, named_reason = named_strategy(spec, world.size, user_config)
+    if named is None and kept is not None:
+        if kept.strategy == "single" and world.auto:
+            world = World(world.device, 1, 1, kept.reasons.get("world_size", world.reason))
+        if (kept.strategy == "single") == (world.size == 1):
+            named, named_reason = kept.strategy, "kept from the attempt before, whose checkpoints it can read"
     asked = asked_batch(spec, world.size, user_config)
     asked.divided(world.size)  # refused here if the rows cannot be split evenly
     model, no_model = known_model(spec.model)

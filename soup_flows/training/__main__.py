@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ def main() -> int:
         train(Path(sys.argv[1]), attempt_dir)
     except BaseException as error:
         rank.write_error(error)
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # what is torn down now may wait for ranks that are gone
         raise
     finally:
         _leave_group()

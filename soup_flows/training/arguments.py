@@ -8,6 +8,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainingArguments
 
 from soup_flows.batch import Steps
+from soup_flows.launch import rank
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
@@ -19,6 +20,7 @@ def training_arguments(
     output_dir: str,
     config_path: str | None,
     evaluate: bool,
+    evaluate_first: bool,
 ) -> TrainingArguments:
     """Build the arguments; for DeepSpeed and FSDP this also starts the process group.
 
@@ -28,7 +30,8 @@ def training_arguments(
         steps: the real optimizer steps, counted from the rows that are trained on.
         output_dir: folder of the checkpoints.
         config_path: the DeepSpeed JSON of this attempt.
-        evaluate: whether there are held-out rows; they are evaluated before the first step.
+        evaluate: whether there are held-out rows.
+        evaluate_first: whether they are evaluated before the first step.
     """
     train, on_cpu = spec.training, plan.device == "cpu"
     engine: dict[str, Any] = {}
@@ -62,11 +65,11 @@ def training_arguments(
         logging_steps=train.logging_steps,
         logging_first_step=True,
         logging_nan_inf_filter=False,
-        eval_on_start=evaluate,
+        eval_on_start=evaluate_first,
         eval_strategy="steps" if evaluate and train.eval_steps else "no",
         eval_steps=train.eval_steps,
-        save_strategy="no",
-        report_to=[],
+        save_strategy="no",  # Checkpointer says when
+        report_to=list(train.report_to) if rank.rank_number() == 0 else [],
         disable_tqdm=True,
         ddp_backend=_backend(plan),
         ddp_find_unused_parameters=False,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from soup_flows.sharding import ShardingPlan
@@ -24,7 +27,7 @@ def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
+def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = None) -> PreTrainedModel:
     """Load the model; under ZeRO-3 it is partitioned while it is built.
 
     `TrainingArguments` must exist by then, since Transformers reads the ZeRO stage from it.
@@ -32,21 +35,47 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan) -> PreTrainedModel:
     A full fine-tune keeps fp32 weights and computes in the plan's dtype: updates of bf16 weights round away
     (at a learning rate of 1e-5 most weights never move). DeepSpeed keeps fp32 copies itself. Frozen weights
     under adapters are loaded in the compute dtype.
+
+    Args:
+        spec: what was asked.
+        plan: the resolved plan.
+        weights: a checkpoint whose weights (or adapters) are taken instead of the model's, or None.
     """
     keeps_own_fp32 = plan.engine == "deepspeed"
     dtype = dtype_of(plan) if spec.training.method == "lora" or keeps_own_fp32 else torch.float32
     attention.register()
     model = AutoModelForCausalLM.from_pretrained(
-        spec.model,
+        weights if weights and spec.training.method == "full" else spec.model,
         dtype=dtype,
         attn_implementation=attention.NAME,
         trust_remote_code=spec.trust_remote_code,
     )
     model.config.use_cache = False
-    return add_adapters(model, spec, plan) if spec.training.method == "lora" else model
+    if spec.training.method != "lora":
+        return model
+    adapted = add_adapters(model, spec)
+    if plan.gradient_checkpointing:
+        adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
+    if weights:
+        _load_adapters(adapted, Path(weights) / "adapter_model.safetensors")
+    return adapted
 
 
-def add_adapters(model: PreTrainedModel, spec: TrainingSpec, plan: ShardingPlan) -> Any:
+def _load_adapters(model: Any, file: Path) -> None:
+    """Load saved adapters into `model`; under ZeRO-3 each parameter is gathered for it on every rank."""
+    from peft import set_peft_model_state_dict
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    gathered: Any = contextlib.nullcontext()
+    if any(hasattr(p, "ds_id") for p in parameters):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
+    with gathered:
+        set_peft_model_state_dict(model, load_file(str(file)))
+
+
+def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
     """Freeze the model and put LoRA adapters beside the asked modules."""
     from peft import LoraConfig, get_peft_model
 
@@ -58,10 +87,7 @@ def add_adapters(model: PreTrainedModel, spec: TrainingSpec, plan: ShardingPlan)
         target_modules=lora.target_modules,
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)
-    if plan.gradient_checkpointing:
-        adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
-    return adapted
+    return get_peft_model(model, config)
 
 
 def save_model(trainer: Any, folder: Path) -> None:
@@ -70,6 +96,9 @@ def save_model(trainer: Any, folder: Path) -> None:
     The folder is written under another name and renamed when it is complete.
     """
     beside = folder.with_name(f".{folder.name}.tmp")
+    if trainer.is_world_process_zero():
+        shutil.rmtree(beside, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(beside))
     if trainer.is_world_process_zero():
         # A pickle of the arguments: nobody should have to unpickle anything to use the model.
@@ -79,6 +108,10 @@ def save_model(trainer: Any, folder: Path) -> None:
             values = json.loads(config.read_text())
             values["use_cache"] = True
             config.write_text(json.dumps(values, indent=2) + "\n")
+        if folder.exists():  # an attempt before was killed between this and its result
+            old = folder.with_name(f".{folder.name}.old")
+            folder.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
         beside.rename(folder)
     trainer.accelerator.wait_for_everyone()
 

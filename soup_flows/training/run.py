@@ -22,11 +22,14 @@ from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
 from soup_flows.paths import AttemptPaths, RunPaths, write_json
+from soup_flows.resume import Orders
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
 from soup_flows.training.batches import TokenRow, TokenRows
+from soup_flows.training.checkpointing import Checkpointer
+from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
 from soup_flows.training.proof import collect
 from soup_flows.training.trainer import SoupTrainer
@@ -56,6 +59,8 @@ class Job:
     paths: RunPaths
     attempt: AttemptPaths
     events: EventWriter
+    drill: Drill
+    orders: Orders
 
     @property
     def is_main(self) -> bool:
@@ -77,7 +82,14 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
     _check_world(job.plan)
-    job.events.write("started", pid=os.getpid(), torch=torch.__version__, world_size=job.plan.world_size)
+    job.events.write(
+        "started",
+        pid=os.getpid(),
+        torch=torch.__version__,
+        world_size=job.plan.world_size,
+        from_step=0 if job.orders.weights_only else job.orders.step,
+        set_aside=job.orders.set_aside,
+    )
     rank.heartbeat(0, "load")
     tokenizer = load_tokenizer(job.spec)
     train_rows, eval_rows = load_rows(job, tokenizer)
@@ -87,9 +99,14 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     )
     job.events.write("data", train_rows=len(train_rows), eval_rows=len(eval_rows), **planned.model_dump())
     trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
-    trainer.train()
+    resumes = job.orders.checkpoint if not job.orders.weights_only else None
+    trainer.train(resume_from_checkpoint=resumes)
+    if trainer.checkpointer.stopped:
+        _write_stopped(job, trainer)
+        return
     final = trainer.evaluate() if eval_rows else {}
     rank.heartbeat(trainer.state.global_step, "save")
+    job.drill.at_save()
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
     if job.is_main:
@@ -107,17 +124,29 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
+def _write_stopped(job: Job, trainer: SoupTrainer) -> None:
+    """Say where the run was stopped, and what it can go on from; every rank gets here."""
+    if job.is_main:
+        step, saved = trainer.state.global_step, trainer.checkpointer.last_saved
+        job.events.write("stopped", step=step, saved=saved == step, last_saved=saved)
+    trainer.accelerator.wait_for_everyone()
+
+
 def _read_job(run_dir: Path, attempt_dir: Path) -> Job:
     """Read what the flow wrote into the run directory."""
     paths = RunPaths(run_dir)
     attempt = AttemptPaths(attempt_dir)
+    spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
+    events = EventWriter(attempt.events, rank.rank_number())
     return Job(
-        spec=TrainingSpec.model_validate_json(paths.spec.read_bytes()),
+        spec=spec,
         plan=ShardingPlan.model_validate_json(paths.plan.read_bytes()),
         launch=LaunchPlan.model_validate_json(paths.launch.read_bytes()),
         paths=paths,
         attempt=attempt,
-        events=EventWriter(attempt.events, rank.rank_number()),
+        events=events,
+        drill=Drill(spec.launcher.drill, events, run_dir / "drill-disk"),
+        orders=Orders.model_validate_json(paths.orders.read_bytes()),
     )
 
 
@@ -180,27 +209,37 @@ def build_trainer(
     if plan.engine == "deepspeed" and on_cpu:
         cpu.prepare_deepspeed()
     arguments = training_arguments(
-        job.spec, plan, planned, str(job.paths.checkpoints), job.launch.config_path, bool(eval_rows)
+        job.spec,
+        plan,
+        planned,
+        str(job.paths.checkpoints),
+        job.launch.config_path,
+        evaluate=bool(eval_rows),
+        evaluate_first=bool(eval_rows) and job.orders.checkpoint is None,
     )
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.paths.root / "tensorboard"))
+    weights = job.orders.checkpoint if job.orders.weights_only else None
+    checkpointer = Checkpointer(job, job.orders, planned.total_steps)
     trainer = SoupTrainer(
-        model=load_model(job.spec, plan),
+        model=load_model(job.spec, plan, weights),
         args=arguments,
         batch=plan.batch,
         eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
         train_dataset=TokenRows(train_rows),
         eval_dataset=TokenRows(eval_rows) if eval_rows else None,
         processing_class=tokenizer,
-        callbacks=[Reporter(job)],
+        callbacks=[Reporter(job), checkpointer],
     )
     trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once
     if plan.strategy == "full_offload" and on_cpu:
         cpu.unpin_fsdp_offload(trainer)
     job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
-    callback.trainer = trainer
+    callback.trainer = checkpointer.trainer = trainer
+    trainer.checkpointer = checkpointer
     return trainer
 
 
@@ -211,11 +250,20 @@ class Reporter(TrainerCallback):
         self.job = job
         self.trainer: Any = None
         self.proved = False
-        self.last = time.monotonic()
+        self.last = self.step_ended = time.monotonic()
+        self.drill = job.drill
+        self.logged = 0
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Remember the step that is resumed, and start the clock of the first one."""
+        self.logged = state.global_step
+        self.step_ended = time.monotonic()
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Beat; after the first step of this process compare the ranks with the plan."""
         rank.heartbeat(state.global_step)
+        self._write_step(state.global_step)
+        self.drill.at_step(state.global_step, self.trainer)
         if self.proved:
             return
         self.proved = True
@@ -224,6 +272,19 @@ class Reporter(TrainerCallback):
             self.job.events.write("proof", **proof.model_dump(mode="json"))
         if proof.failures:
             raise ProofFailed("; ".join(proof.failures))
+
+    def _write_step(self, step: int) -> None:
+        """Write what this rank's step took; every rank does, at the cost of one line."""
+        now = time.monotonic()
+        self.job.events.write(
+            "step",
+            step=step,
+            seconds=now - self.step_ended,
+            work_seconds=self.trainer.clock.take(),
+            tokens=self.trainer.step_tokens,
+            **_memory_now(self.job.plan),
+        )
+        self.step_ended = now
 
     def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Write the metrics on rank 0; every rank sees the same numbers and stops at a NaN."""
@@ -237,13 +298,25 @@ class Reporter(TrainerCallback):
             self.last = now
             print(_line(state, numbers), flush=True)  # noqa: T201 (the rank's log)
         if not math.isfinite(loss):
-            raise NonFiniteLoss(f"the loss is {loss} at step {state.global_step}")
+            first, last = self.logged + 1, state.global_step
+            where = f"step {last}" if first >= last else f"steps {first} to {last}"
+            raise NonFiniteLoss(f"the loss is {loss}, not finite in {where}")
+        self.logged = state.global_step
 
 
 def _line(state: Any, numbers: dict[str, float]) -> str:
     """One readable line of metrics."""
     values = "  ".join(f"{key} {value:.6g}" for key, value in numbers.items() if key != "epoch")
     return f"step {state.global_step}/{state.max_steps}  {values}"
+
+
+def _memory_now(plan: ShardingPlan) -> dict[str, int]:
+    """Memory this rank holds at the moment, in bytes; the second field of `statm` counts resident pages."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        found = {"host_bytes": int(file.read().split()[1]) * resource.getpagesize()}
+    if plan.device == "cuda":
+        found["device_bytes"] = torch.cuda.memory_reserved()
+    return found
 
 
 def _memory(plan: ShardingPlan) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the name the whole field uses)
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 
 from soup_flows.batch import Batch
 from soup_flows.launch import rank
@@ -21,9 +21,11 @@ from soup_flows.training.batches import (
     eval_batches,
     flatten,
 )
+from soup_flows.training.clock import WorkClock
+from soup_flows.training.saving import SavingTrainer
 
 
-class SoupTrainer(Trainer):
+class SoupTrainer(SavingTrainer):
     """A `Trainer` whose loss is the mean over the trained tokens of the whole optimizer step.
 
     Args:
@@ -40,6 +42,9 @@ class SoupTrainer(Trainer):
         super().__init__(**kwargs)
         self.batch = batch
         self.eval_tokens = eval_tokens
+        self.clock = WorkClock(self.args.device)
+        self.step_tokens = 0
+        """Tokens of this rank's rows in the present optimizer step."""
 
     def get_train_dataloader(self) -> StepLoader:
         """Return a loader of this rank's micro batches; accelerate must not shard it again."""
@@ -55,10 +60,13 @@ class SoupTrainer(Trainer):
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
         """Return the micro batches of one optimizer step, and its trained tokens over all ranks."""
         micro = list(itertools.islice(epoch_iterator, num_batches))
+        self.step_tokens = sum(m["input_ids"].numel() for m in micro)
+        if self.state.global_step + 1 in self.checkpointer.orders.skip_steps:
+            micro = [flatten([self.train_dataset.filler]) for _ in micro]
         tokens = torch.tensor(sum(int((m["shift_labels"] != IGNORED).sum()) for m in micro), device=device)
         if self.batch.world_size > 1:
             dist.all_reduce(tokens)
-        return micro, tokens
+        return micro, tokens.clamp_(min=1)  # none in a step that is left out
 
     def token_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and the number of trained tokens of one micro batch.
@@ -88,7 +96,8 @@ class SoupTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Return the micro batch's part of the step's mean loss; gradients are averaged over the ranks."""
-        loss, _ = self.token_loss(model, inputs)
+        with self.clock.forward():
+            loss, _ = self.token_loss(model, inputs)
         assert num_items_in_batch is not None
         return loss / num_items_in_batch * self.batch.world_size
 

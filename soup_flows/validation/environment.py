@@ -1,99 +1,218 @@
-"""Rules about the machine and the installed packages."""
+"""Rules about the installed packages and the folders of a run."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import time
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-from soup_flows.validation.table import Context, Rule
+from soup_flows.hardware.host import disk
+from soup_flows.validation.table import ANY, DEEPSPEED, Context, Found, rule, rules_in
 
 TRAIN_MODULES = ("torch", "transformers", "accelerate", "datasets")
+OLDEST = {
+    "torch": "2.13",
+    "transformers": "5.24",
+    "accelerate": "1.15",
+    "peft": "0.21",
+    "deepspeed": "0.19.8",
+}
+"""What the rules and the training program were checked with, as in the extra `train`."""
+LOCK_IS_OLD_S = 600.0
+NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "ceph", "9p", "fuse")
 
 
-def _missing(*modules: str) -> str | None:
+def _missing(*modules: str) -> Iterator[Found]:
     """Name the modules that are not installed; nothing is imported."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
-    return ", ".join(absent) + " cannot be found" if absent else None
+    if absent:
+        yield Found(", ".join(absent) + " cannot be found")
 
 
-def _missing_stack(_: Context) -> str | None:
-    return _missing(*TRAIN_MODULES)
+@rule(
+    "EN001",
+    "error",
+    "model",
+    "the ranks could not start",
+    fix="pip install 'soup-flows[train]' on the machine that trains",
+    source="the extra `train` of this package",
+    local=True,
+)
+def no_stack(_: Context) -> Iterator[Found]:
+    """torch, transformers, accelerate or datasets not installed."""
+    yield from _missing(*TRAIN_MODULES)
 
 
-def _missing_deepspeed(context: Context) -> str | None:
-    return _missing("deepspeed") if context.plan.engine == "deepspeed" else None
+@rule(
+    "EN002",
+    "error",
+    "deepspeed",
+    "the ranks would fail after loading the model",
+    fix="pip install 'soup-flows[train]', or use fsdp= instead",
+    source="MakazhanAlpamys/Soup: found after 34 s of loading",
+    local=True,
+)
+def no_deepspeed(run: Context) -> Iterator[Found]:
+    """A DeepSpeed strategy without DeepSpeed."""
+    if run.plan.engine == "deepspeed":
+        yield from _missing("deepspeed")
 
 
-def _missing_peft(context: Context) -> str | None:
-    return _missing("peft") if context.spec.training.method == "lora" else None
+@rule(
+    "EN003",
+    "error",
+    "training.method",
+    "adapters could not be made",
+    fix="pip install 'soup-flows[train]'",
+    source="the extra `train` of this package",
+    local=True,
+)
+def no_peft(run: Context) -> Iterator[Found]:
+    """LoRA without peft."""
+    if not run.full:
+        yield from _missing("peft")
 
 
-def _unwritable_output(context: Context) -> str | None:
-    folder = Path(context.spec.output_dir).expanduser().absolute()
+@rule(
+    "EN004",
+    "error",
+    "output_dir",
+    "nothing could be saved",
+    fix="name a folder you may write",
+    source="POSIX permissions",
+    local=True,
+)
+def unwritable_output(run: Context) -> Iterator[Found]:
+    """An output folder that cannot be written."""
+    folder = Path(run.spec.output_dir).expanduser().absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
-        return None
-    return f"{folder} is not a folder that this user may write"
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield Found(f"{folder} is not a folder that this user may write")
 
 
-def _offload_without_compiler(context: Context) -> str | None:
-    hardware = context.hardware
-    if context.plan.engine != "deepspeed" or "offload" not in context.plan.strategy:
-        return None
-    if context.plan.config.get("zero_force_ds_cpu_optimizer") is False:
-        return None
-    lacking = [
-        name for name, there in (("C++ compiler", hardware.cxx), ("ninja", hardware.ninja)) if not there
-    ]
-    return f"no {' and no '.join(lacking)} was found" if lacking else None
+def builds_operator(run: Context) -> bool:
+    """Whether DeepSpeed compiles its CPU optimizer or its NVMe operator in this run."""
+    devices = {run.device_of("offload_optimizer"), run.device_of("offload_param")}
+    forced = run.plan.config.get("zero_force_ds_cpu_optimizer") is not False
+    return "nvme" in devices or (run.device_of("offload_optimizer") == "cpu" and forced)
 
 
-RULES = (
-    Rule(
-        "EN001",
-        "error",
-        "model",
-        "the ranks could not start",
-        "pip install 'soup-flows[train]' on the machine that trains",
-        "the extra `train` of this package",
-        _missing_stack,
-    ),
-    Rule(
-        "EN002",
-        "error",
-        "deepspeed",
-        "the ranks would fail after loading the model",
-        "pip install 'soup-flows[train]', or use fsdp= instead",
-        "MakazhanAlpamys/Soup: found after 34 s of loading",
-        _missing_deepspeed,
-    ),
-    Rule(
-        "EN003",
-        "error",
-        "training.method",
-        "adapters could not be made",
-        "pip install 'soup-flows[train]'",
-        "the extra `train` of this package",
-        _missing_peft,
-    ),
-    Rule(
-        "EN004",
-        "error",
-        "output_dir",
-        "nothing could be saved",
-        "name a folder you may write",
-        "POSIX permissions",
-        _unwritable_output,
-    ),
-    Rule(
-        "EN005",
-        "error",
-        "deepspeed",
-        "DeepSpeed's CPU Adam is compiled at the first use and would fail after the model was loaded",
-        "install g++ and ninja, or use a preset without off-load",
-        "deepspeed 0.19.8 ops/op_builder/builder.py; nvcc is not needed",
-        _offload_without_compiler,
-    ),
+@rule(
+    "EN005",
+    "error",
+    "deepspeed",
+    "DeepSpeed's CPU Adam is compiled at the first use and would fail after the model was loaded",
+    fix="install g++ and ninja, or use a preset without off-load",
+    source="deepspeed/ops/op_builder/builder.py; nvcc is not needed",
+    versions=DEEPSPEED,
 )
+def no_compiler(run: Context) -> Iterator[Found]:
+    """Off-load of DeepSpeed without a C++ compiler or ninja."""
+    parts = (("C++ compiler", run.hardware.cxx), ("ninja", run.hardware.ninja))
+    lacking = [name for name, there in parts if not there]
+    if lacking and builds_operator(run):
+        yield Found(f"no {' and no '.join(lacking)} was found")
+
+
+@rule(
+    "EN006",
+    "error",
+    "model",
+    "the strategies were checked with newer versions, and older ones differ in silence",
+    fix="pip install -U 'soup-flows[train]'",
+    source="huggingface/accelerate#4206, huggingface/peft#3576, deepspeedai/DeepSpeed#8148",
+    local=True,
+)
+def old_packages(run: Context) -> Iterator[Found]:
+    """An installed package older than the oldest that is supported."""
+    needed = ["torch", "transformers", "accelerate"]
+    needed += [] if run.full else ["peft"]
+    needed += ["deepspeed"] if run.plan.engine == "deepspeed" else []
+    for name in needed:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # EN001 to EN003
+        if _numbers(version) < _numbers(OLDEST[name]):
+            yield Found(f"{name} {version} is older than {OLDEST[name]}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+@rule(
+    "EN007",
+    "error",
+    "model",
+    "the ranks could not load the quantised weights",
+    fix="pip install bitsandbytes on the machine that trains",
+    source="transformers/quantizers/quantizer_bnb_4bit.py, validate_environment",
+    local=True,
+)
+def no_bitsandbytes(run: Context) -> Iterator[Found]:
+    """A model quantised by bitsandbytes, without bitsandbytes."""
+    config = run.model.quantization or {}
+    if (
+        config.get("quant_method") == "bitsandbytes"
+        or config.get("load_in_4bit")
+        or config.get("load_in_8bit")
+    ):
+        yield from _missing("bitsandbytes")
+
+
+def _extension_folder(run: Context) -> Path:
+    """Return where torch keeps compiled extensions (torch/utils/cpp_extension.py, get_default_build_root)."""
+    home = run.environ.get("HOME", "~")
+    cache = run.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
+    return Path(run.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
+
+
+@rule(
+    "EN008",
+    "error",
+    "deepspeed",
+    "torch waits for it for ever, without a word, when it compiles the operator",
+    fix="remove the lock file if no build is running",
+    source="pytorch/pytorch#189245; torch/utils/file_baton.py",
+    local=True,
+)
+def stale_lock(run: Context) -> Iterator[Found]:
+    """A lock that a killed build of an operator left behind."""
+    if not builds_operator(run):
+        return
+    folder = _extension_folder(run)
+    for lock in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except OSError:
+            continue
+        if age > LOCK_IS_OLD_S:
+            yield Found(f"{lock} is {age / 60:.0f} minutes old")
+
+
+@rule(
+    "EN009",
+    "warning",
+    "deepspeed",
+    "ranks build into it at once: slow starts, races and stale locks",
+    fix="set TORCH_EXTENSIONS_DIR to a folder on a local disk",
+    source="pytorch/pytorch#189245; DeepSpeed documentation, pre-building operators",
+    versions=ANY,
+    local=True,
+)
+def shared_extensions(run: Context) -> Iterator[Found]:
+    """Operators that are compiled in a folder on a network file system."""
+    if builds_operator(run) and run.plan.world_size > 1:
+        folder = _extension_folder(run)
+        found = disk(folder, Path("/"))
+        if found and found.filesystem.split(".")[0] in NETWORK:
+            yield Found(f"{folder} is on {found.filesystem}")
+
+
+RULES = rules_in(globals())

@@ -135,6 +135,17 @@ def test_several_nodes() -> None:
     assert made.batch.world_size == 16
 
 
+def test_a_retry_keeps_the_strategy_that_was_chosen() -> None:
+    """Free memory may differ by then; the checkpoints of one strategy cannot be read by most others."""
+    before = plan("llama-8b", imagined("h100", 8))
+    spec, roomy = ask("llama-8b"), imagined("b200", 8)
+    assert make_plan(spec, roomy).strategy != before.strategy
+    again = make_plan(spec, roomy, kept=before)
+    assert again.strategy == before.strategy
+    assert "attempt before" in again.reason
+    assert make_plan(ask("llama-8b", deepspeed="zero3"), roomy, kept=before).strategy == "zero3"
+
+
 def test_without_a_config_the_plan_says_that_nothing_was_predicted() -> None:
     spec = parse_spec({"model": "someone/some-model", "dataset": "d"})
     made = make_plan(spec, imagined("h100", 8))

@@ -1,0 +1,73 @@
+"""Reads an `accelerate` YAML file, and says precisely what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from soup_flows.deepspeed_file import _read_text
+from soup_flows.errors import Refused, refuse
+
+FIELD = "accelerate_config"
+MAX_BYTES = 16 * 1024
+"""Largest file that is read, bytes; real ones have one or two kilobytes."""
+MAX_DEPTH = 20
+"""Deepest nesting that is read; real files have two levels."""
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        Refused: `AC001`: the file cannot be read, is larger than `MAX_BYTES`, is no plain YAML, holds a key
+            twice or a reference, or is no mapping.
+    """
+    try:
+        text = _read_text(path)
+    except Refused as refused:
+        raise refuse("AC001", FIELD, refused.problems[0].message, "give an accelerate YAML file") from None
+    if len(text) > MAX_BYTES:
+        raise refuse(
+            "AC001", FIELD, f"{path}: has more than {MAX_BYTES} bytes", "give an accelerate YAML file"
+        )
+    try:
+        value = yaml.load(text, Loader=_Strict)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
+        raise refuse("AC001", FIELD, f"{path}: {where}{error.problem}", "write plain YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise refuse(
+            "AC001", FIELD, f"{path}: cannot be parsed: {type(error).__name__}", "write plain YAML"
+        ) from None
+    if not isinstance(value, dict):
+        raise refuse("AC001", FIELD, f"{path}: holds no settings", "write `distributed_type: ...` and so on")
+    return {str(key): item for key, item in value.items()}
+
+
+class _Strict(yaml.SafeLoader):
+    """A safe loader that refuses a key that is there twice, references, and nesting without end."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="references (*name) are not read", problem_mark=mark)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                problem = f"the key {key!r} is there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)

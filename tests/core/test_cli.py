@@ -1,0 +1,163 @@
+"""The command as a user types it: exit codes, --json, and the same refusals as the flow's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soup_flows.cli import main
+
+ROWS = "".join(f'{{"prompt": "a {i}", "completion": "b {i}"}}\n' for i in range(40))
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 256,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    # As much as the rules look at: an index of weights, a tokenizer.
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    return [
+        "--model",
+        str(model),
+        "--dataset",
+        str(tmp_path / "rows.jsonl"),
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+    ]
+
+
+def json_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    value = json.loads(capsys.readouterr().out)
+    assert isinstance(value, dict)
+    return value
+
+
+def test_plan_says_what_would_run(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["plan", *asked, "--deepspeed", "zero2", "--set", "training.global_batch_size=8", "--json"]) == 0
+    )
+    plan = json_of(capsys)["plan"]
+    assert (plan["strategy"], plan["world_size"]) == ("zero2", 2)
+    assert plan["config"]["train_batch_size"] == 8
+    assert plan["steps"]["total_steps"] == 5
+
+
+def test_dash_and_underscore_are_the_same(asked: list[str], tmp_path: Path) -> None:
+    for flag in ("--output-dir", "--output_dir"):
+        assert main(["plan", *asked, flag, str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_spec_file_and_flags_that_win_over_it(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("deepspeed: zero1\ntraining:\n  global_batch_size: 4\n  seed: 7\n")
+    flags = ["--deepspeed", "zero3", "--set", "training.global_batch_size=6"]
+    assert main(["plan", *asked, "--spec", str(spec), *flags, "--json"]) == 0
+    plan = json_of(capsys)["plan"]
+    assert plan["strategy"] == "zero3"
+    assert plan["batch"]["global_batch_size"] == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--deepspeed", "zero9"], "deepspeed"),
+        (["--deepspeed", "zero2", "--fsdp", "full_shard"], "deepspeed"),
+        (["--set", "training.lr=1"], "training.lr"),
+        (["--set", "nonsense"], "--set"),
+        (["--spec", "/nowhere.yaml"], "--spec"),
+        (["--hardware", "/nowhere.json"], "--hardware"),
+        (["--dataset", "/nowhere.jsonl"], "dataset"),
+    ],
+)
+def test_refusals_exit_with_2(
+    asked: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], field: str
+) -> None:
+    assert main(["plan", *asked, *flags]) == 2
+    shown = capsys.readouterr()
+    assert field in shown.out + shown.err
+    assert main(["plan", *asked, *flags, "--json"]) == 2
+    assert field in {problem["field"] for problem in json_of(capsys)["problems"]}
+
+
+def test_a_recorded_machine(asked: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from soup_flows.hardware import RecordedProbe, detect
+
+    recorded = Path(__file__).parents[1] / "data" / "hardware" / "4xa100-pcie.json"
+    hardware = detect("auto", probe=RecordedProbe(recorded), environ={})
+    hardware = hardware.model_copy(update={"torch_cuda": "12.8"})  # the rest is this machine's
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps({"hardware": hardware.model_dump(mode="json")}))
+    flags = [*asked[:4], "--gpus", "4", "--hardware", str(file), "--fsdp", "full_shard", "--json"]
+    assert main(["plan", *flags]) == 0
+    plan = json_of(capsys)["plan"]
+    assert (plan["device"], plan["world_size"], plan["dtype"]) == ("cuda", 4, "bf16")
+
+
+def test_presets_are_listed_shown_and_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "--json"]) == 0
+    names = {row["name"] for row in json_of(capsys)["presets"]}
+    assert {"zero1", "zero3_nvme", "zero++", "full_shard", "hybrid_shard", "ddp", "single"} <= names
+    assert main(["presets", "zero3"]) == 0
+    assert json_of(capsys)["zero_optimization"]["stage"] == 3
+    assert main(["presets", "zero3", "--diff", "zero2"]) == 0
+    assert "stage" in capsys.readouterr().out
+    assert main(["presets", "zero9"]) == 2
+
+
+def test_doctor_prints_a_machine_that_plan_reads(
+    asked: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["doctor", "--json"]) in (0, 1)
+    file = tmp_path / "machine.json"
+    file.write_text(capsys.readouterr().out)
+    assert main(["plan", *asked, "--hardware", str(file)]) == 0
+
+
+def test_demo_names_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "zero9"]) == 2
+    assert "zero3" in capsys.readouterr().err
+
+
+def test_explain_knows_rules_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "DS014"]) == 0
+    assert "DS014" in capsys.readouterr().out
+    assert main(["explain", "DS9999"]) == 2
+    assert "DS" in capsys.readouterr().err
+
+
+def test_data_reports_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROWS + '{"prompt": "a", "completion": ""}\n')
+    assert main(["data", str(tmp_path / "rows.jsonl"), "--json"]) == 0
+    report = json_of(capsys)
+    assert (report["rows_read"], report["rows_kept"]) == (41, 40)
+    assert report["dropped"][0]["line"] == 41
+    assert main(["data", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_an_accelerate_file_gives_the_same_plan(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+    )
+    assert main(["plan", *asked[:4], "--accelerate-config", str(file), "--json"]) == 0
+    plan = json_of(capsys)["plan"]
+    assert (plan["strategy"], plan["world_size"], plan["device"]) == ("zero2", 2, "cpu")

@@ -1,0 +1,85 @@
+"""The deep look: model class, tokenizer and encoded rows, seen in a child process without torch in this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soup_flows.spec import parse_spec
+from soup_flows.validation import validate
+from soup_flows.validation.deep import RULES, Seen, Sight, check_deep, look
+from tests.validation.deep_pairs import SEEN, SEEN_PAIRS
+from tests.validation.world import CHAT, machine, rows_file, run
+
+BY_ID = {rule.id: rule for rule in RULES}
+
+
+@pytest.mark.parametrize("rule_id", SEEN_PAIRS)
+def test_pair(rule_id: str) -> None:
+    bad, good = SEEN_PAIRS[rule_id]
+    spec = parse_spec({"model": "m", "dataset": "d"})
+    assert BY_ID[rule_id].apply(Sight(Seen(**{**SEEN, **bad}), spec, "fsdp"))
+    assert not BY_ID[rule_id].apply(Sight(Seen(**{**SEEN, **good}), spec, "fsdp"))
+
+
+@pytest.fixture
+def spec_of(assets: dict[str, str], tmp_path: Path) -> Any:
+    def build(**values: Any) -> Any:
+        rows = rows_file(tmp_path / "rows.jsonl", values.pop("rows", 20))
+        return parse_spec({"model": assets["model"], "dataset": str(rows), **values})
+
+    return build
+
+
+@pytest.mark.ranks
+def test_a_good_model_is_seen_whole(spec_of: Any) -> None:
+    seen = look(spec_of(training={"method": "lora"}))
+    assert isinstance(seen, Seen)
+    assert not seen.tokenizer_error
+    assert not seen.model_error
+    assert seen.kept == seen.stop_trained == 20
+    assert seen.adapters
+    assert seen.wrap_found == ("LlamaDecoderLayer",)
+    assert seen.embedding_rows == seen.tokens
+
+
+@pytest.mark.ranks
+def test_rows_beyond_the_length_and_wrong_targets(spec_of: Any) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "A"}]}
+    spec = spec_of(
+        rows=[CHAT, long],
+        data={"max_length": 64},
+        training={"method": "lora"},
+        lora={"target_modules": ["no_such_module"]},
+    )
+    problems = {problem.id: problem for problem in check_deep(spec, "ddp")}
+    assert set(problems) == {"DP004", "DP008"}
+    assert "1 of the first 2 rows" in problems["DP008"].message
+
+
+@pytest.mark.ranks
+def test_a_tokenizer_of_another_model(assets: dict[str, str], tmp_path: Path) -> None:
+    source = Path(assets["model"])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    spec = parse_spec({"model": str(folder), "dataset": str(rows_file(tmp_path / "rows.jsonl", 5))})
+    assert [problem.id for problem in check_deep(spec, "ddp")] == ["DP003"]
+    (folder / "tokenizer.json").write_text("{}")
+    assert [problem.id for problem in check_deep(spec, "ddp")] == ["DP001"]
+
+
+@pytest.mark.ranks
+def test_validate_looks_only_when_asked(assets: dict[str, str], tmp_path: Path) -> None:
+    values = {"model": assets["model"], "data": {"max_length": 16}}
+    context = run(tmp_path, spec=values, on=machine())
+    fast = validate(context.spec, context.hardware, context.plan, environ={})
+    deep = validate(context.spec, context.hardware, context.plan, environ={}, deep=True)
+    assert not [problem for problem in fast if problem.id.startswith("DP")]
+    assert [problem for problem in deep if problem.id.startswith("DP")]

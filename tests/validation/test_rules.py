@@ -1,0 +1,156 @@
+"""Every rule catches its case and lets the nearest good one through."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soup_flows.validation import RULES, RUN_RULES
+from soup_flows.validation.deep import RULES as DEEP_RULES
+from soup_flows.validation.deepspeed_config import DeepSpeedJson
+from soup_flows.validation.deepspeed_json import RULES as DEEPSPEED_RULES
+from soup_flows.validation.fsdp_config import RULES as FSDP_RULES
+from soup_flows.validation.table import Rule
+from tests.validation.deep_pairs import SEEN_PAIRS
+from tests.validation.json_pairs import FSDP_PAIRS, GOOD_FSDP, JSON_PAIRS
+from tests.validation.run_pairs import RUN_PAIRS
+from tests.validation.world import GOOD_JSON, edited, machine, rows_file, run
+
+BY_ID: dict[str, Rule[Any]] = {rule.id: rule for rule in RULES}
+INSTALLATION = {"EN001", "EN002", "EN003", "EN004", "EN006", "EN007", "EN008", "EN009"}
+"""Rules about what is installed here: tested one by one below."""
+
+
+def test_ids_are_unique_and_every_rule_has_a_pair() -> None:
+    assert len(BY_ID) == len(RULES)
+    assert {rule.id for rule in DEEPSPEED_RULES} == set(JSON_PAIRS)
+    assert {rule.id for rule in FSDP_RULES} == set(FSDP_PAIRS)
+    assert {rule.id for rule in DEEP_RULES} == set(SEEN_PAIRS) | {"DP009"}
+    assert {rule.id for rule in RUN_RULES} == set(RUN_PAIRS) | INSTALLATION
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_rules_are_complete(rule: Rule[Any]) -> None:
+    assert rule.when, "the check has no docstring"
+    assert rule.when.count("\n") == 0
+    assert all([rule.consequence, rule.fix, rule.source, rule.versions, rule.field])
+    assert not rule.consequence.endswith(".")
+
+
+@pytest.mark.parametrize("rule_id", JSON_PAIRS)
+def test_deepspeed_json_pair(rule_id: str, tmp_path: Path) -> None:
+    bad, good, arguments = JSON_PAIRS[rule_id]
+    context = (
+        None
+        if arguments is None
+        else run(tmp_path, **{"spec": {"deepspeed": "zero3"}} | _with_zero(arguments))
+    )
+    found = list(BY_ID[rule_id].apply(DeepSpeedJson(edited(GOOD_JSON, bad), context)))
+    assert found
+    assert all(problem.field.startswith("deepspeed_config") for problem in found)
+    assert not BY_ID[rule_id].apply(DeepSpeedJson(edited(GOOD_JSON, good), context))
+    assert not BY_ID[rule_id].apply(DeepSpeedJson(GOOD_JSON, context))
+
+
+def _with_zero(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**arguments, "spec": {"deepspeed": "zero3", **arguments.get("spec", {})}}
+
+
+@pytest.mark.parametrize("rule_id", FSDP_PAIRS)
+def test_fsdp_config_pair(rule_id: str) -> None:
+    bad, good = FSDP_PAIRS[rule_id]
+    assert BY_ID[rule_id].apply(edited(GOOD_FSDP, bad))
+    assert not BY_ID[rule_id].apply(edited(GOOD_FSDP, good))
+
+
+def _fires(rule_id: str, arguments: dict[str, Any], folder: Path) -> bool:
+    folder.mkdir()
+    rows_file(folder / "eval.jsonl", 5)
+    values = dict(arguments)
+    before = values.pop("before", None)
+    if before:
+        before(folder)
+    values = {key: value(folder) if callable(value) else value for key, value in values.items()}
+    return bool(BY_ID[rule_id].apply(run(folder, **values)))
+
+
+@pytest.mark.parametrize("rule_id", RUN_PAIRS)
+def test_run_pair(rule_id: str, tmp_path: Path) -> None:
+    bad, good = RUN_PAIRS[rule_id]
+    assert _fires(rule_id, bad, tmp_path / "bad")
+    assert not _fires(rule_id, good, tmp_path / "good")
+
+
+@pytest.mark.parametrize(
+    ("rule_id", "module", "spec"),
+    [
+        ("EN001", "accelerate", {}),
+        ("EN002", "deepspeed", {"deepspeed": "zero2"}),
+        ("EN003", "peft", {"training": {"method": "lora"}}),
+    ],
+)
+def test_missing_package(
+    rule_id: str, module: str, spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = run(tmp_path, spec=spec)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert not BY_ID[rule_id].apply(context)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert BY_ID[rule_id].apply(context)
+
+
+def test_missing_bitsandbytes(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    assert BY_ID["EN007"].apply(run(tmp_path / "a", model={"config": quantised}))
+    assert not BY_ID["EN007"].apply(run(tmp_path / "b"))
+
+
+def test_unwritable_output(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert BY_ID["EN004"].apply(run(tmp_path / "a", spec={"output_dir": str(tmp_path / "file/out")}))
+    assert not BY_ID["EN004"].apply(run(tmp_path / "b", spec={"output_dir": str(tmp_path / "new/out")}))
+
+
+def test_old_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = run(tmp_path)
+    assert not BY_ID["EN006"].apply(context)
+    old = tmp_path / "site/accelerate-1.9.0.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.9.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert "1.9.0" in BY_ID["EN006"].apply(context)[0].message
+
+
+def test_stale_lock(tmp_path: Path) -> None:
+    lock = tmp_path / "ext/py311_cu128/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    offload = {
+        "spec": {"deepspeed": "zero2_offload"},
+        "environ": {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext")},
+    }
+    context = run(tmp_path / "run", **offload)
+    assert not BY_ID["EN008"].apply(context)
+    import os
+
+    os.utime(lock, (time.time() - 3600,) * 2)
+    assert BY_ID["EN008"].apply(context)
+
+
+def test_extensions_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from soup_flows.hardware.values import Disk
+    from soup_flows.validation import environment
+
+    context = run(
+        tmp_path, spec={"deepspeed": "zero2_offload"}, environ={"HOME": str(tmp_path)}, on=machine()
+    )
+    assert not BY_ID["EN009"].apply(context)
+    nfs = Disk(path="/home", total_bytes=1, free_bytes=1, filesystem="nfs4")
+    monkeypatch.setattr(
+        environment, "disk", lambda *_: nfs
+    )  # no network file system can be mounted in a test
+    assert BY_ID["EN009"].apply(context)
