@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from soup_flows.tasks import (
         detect_hardware,
         launch_distributed_train,
+        prepare_dataset,
         resolve_sharding_config,
         validate_strategy,
         write_temp_config,
@@ -39,6 +40,7 @@ _HOMES = {
     "tasks": (
         "detect_hardware",
         "launch_distributed_train",
+        "prepare_dataset",
         "resolve_sharding_config",
         "validate_strategy",
         "write_temp_config",
@@ -62,6 +64,7 @@ __all__ = [  # noqa: RUF022 (types, then functions)
     "launch_distributed_train",
     "load_run_config",
     "parse_spec",
+    "prepare_dataset",
     "resolve_sharding_config",
     "soup_train",
     "validate_strategy",

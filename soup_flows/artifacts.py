@@ -16,6 +16,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.data.page import markdown
+from soup_flows.data.report import DataReport
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
 PLAN_KEY = "soup-train-plan"
+DATA_KEY = "soup-train-data"
 ATTEMPTS_KEY = "soup-train-attempts"
 VALIDATION_KEY = "soup-train-validation"
 
@@ -55,31 +58,35 @@ def save_run_config(config: RunConfig) -> None:
 
 
 def save_report(report: TrainReport) -> None:
-    """Keep `report` as the markdown artifact `soup-train-report` of the current run.
-
-    It is in the run directory already, so a server that does not answer is no reason to fail the run.
-    """
-    text = "What ran, what was proven, where things are."
-    try:
-        create_artifact(REPORT_KEY, "markdown", report_page(report), text)
-    except Exception as error:
-        logger.warning("the report is in %s, but not in Prefect: %s", report.run_dir, error)
+    """Keep `report` as the markdown artifact `soup-train-report` of the current run."""
+    _save_page(REPORT_KEY, report_page(report), "What ran, what was proven, where things are.")
 
 
 def save_attempts(report: TrainReport, decision: str = "") -> None:
     """Keep the ledger as the markdown artifact `soup-train-attempts`, with what was decided after the last one."""
-    create_artifact(
-        ATTEMPTS_KEY,
-        "markdown",
-        attempts_page(report, decision),
-        "Every attempt, why it ended, what it cost.",
-    )
+    _save_page(ATTEMPTS_KEY, attempts_page(report, decision), "Every attempt, why it ended, what it cost.")
 
 
 def save_validation(problems: Sequence[Problem], silenced: Mapping[str, str]) -> None:
     """Keep the findings before the launch as the markdown artifact `soup-train-validation`."""
+    _save_page(VALIDATION_KEY, validation_page(problems, silenced), "What was found before the launch.")
+
+
+def _save_page(key: str, page: str, description: str) -> None:
+    """Keep a page of the current run.
+
+    What it says is in the run directory too, so a server that does not answer is no reason to fail the run.
+    """
+    try:
+        create_artifact(key, "markdown", page, description)
+    except Exception as error:
+        logger.warning("the artifact %s could not be saved: %s", key, error)
+
+
+def save_data_report(report: DataReport) -> None:
+    """Keep the data report as the markdown artifact `soup-train-data` of the current run."""
     create_artifact(
-        VALIDATION_KEY, "markdown", validation_page(problems, silenced), "What was found before the launch."
+        DATA_KEY, "markdown", markdown(report), "Rows, drops, tokens, lengths, one row with its mask."
     )
 
 

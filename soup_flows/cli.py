@@ -88,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", _demo, "Run the flow soup-train on a tiny model, two CPU ranks, about a minute.")
     demo.add_argument("preset", nargs="?", default="zero2", help="a DeepSpeed or FSDP preset, or ddp")
     demo.add_argument("--output-dir", "--output_dir", default="demo-output", metavar="DIR")
+    shards = command("consolidate", _consolidate, "Write the shards of a checkpoint as one model folder.")
+    shards.add_argument(
+        "checkpoint", help="folder of a DCP, FSDP or ZeRO checkpoint, or pytorch_model_fsdp.bin"
+    )
+    shards.add_argument("-o", "--output", required=True, metavar="OUT", help="the folder to write")
+    shards.add_argument("--model", metavar="DIR", help="folder with config.json and the tokenizer")
+    shards.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the output")
     return parser
 
 
@@ -230,6 +237,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     else:
         print(render(hardware, problems))
     return FAILED if any(problem.severity == "error" for problem in problems) else GOOD
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    """Consolidate a checkpoint and say what was written."""
+    from soup_flows.consolidate import consolidate
+
+    found = consolidate(arguments.checkpoint, arguments.output, model=arguments.model, dtype=arguments.dtype)
+    if arguments.json:
+        print_json(found.model_dump())
+    else:
+        what = "an adapter" if found.adapter else "a model"
+        checked = "compared with the config" if found.checked else "not compared: no config.json was found"
+        print(f"{found.output}: {what}, {found.tensors} tensors, {found.bytes / 2**30:.2f} GiB; {checked}")
+    return GOOD
 
 
 def _stop(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import FailureClass
 from soup_flows.launch import layout, proc
+from soup_flows.launch.advice import ADVICE
 from soup_flows.launch.outcome import Verdict, classify, read_errors, read_saved_receipt, tails
 from soup_flows.paths import AttemptPaths, RunPaths
 from soup_flows.report import RunState, TrainReport, read_attempt
@@ -116,7 +117,9 @@ def _attempt(attempt: AttemptPaths, number: int, running: bool) -> AttemptEnd:
     proof = found.get("proof")
     good = bool(found.get("saved")) and proof is not None and not proof.failures
     verdict: Verdict | None = None
-    if not good and (receipt or not running):
+    if not good and found.get("stopped_at") is not None and receipt.get("reason") == "exited":
+        verdict = Verdict("cancelled", f"stopped on request; {found['stopped_at']}", ADVICE["cancelled"])
+    elif not good and (receipt or not running):
         verdict = classify(attempt, receipt or {"reason": "supervisor_died", "detail": "it left no receipt"})
     state: RunState | None = "completed" if good else None
     if verdict is not None:

@@ -1,4 +1,4 @@
-"""The flow `soup-train`: hardware, plan, validation, config, launch, report."""
+"""The flow `soup-train`: hardware, data, plan, validation, config, launch, report."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ from soup_flows.spec import (
 from soup_flows.tasks import (
     detect_hardware,
     launch_distributed_train,
+    plan_or_explain,
+    prepare_dataset,
     resolve_sharding_config,
     validate_strategy,
     write_temp_config,
@@ -114,7 +116,7 @@ def soup_train(
 
 
 def run_training(values: Mapping[str, Any]) -> TrainReport | State:
-    """Run the five tasks with `values` as the spec, again after failures that another attempt may survive.
+    """Run the six tasks with `values` as the spec, again after failures that another attempt may survive.
 
     See `soup_train` for the values. Each attempt is a task run of its own, with its number in its name;
     Prefect's own retries stay at 0, so that nothing is multiplied.
@@ -134,11 +136,15 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
         rows = reconcile(paths, spec.recovery)
         check_restarts(rows, spec.recovery, paths.root)
         change = rows[-1].change if rows else Change()
-        plan = resolve_sharding_config(change.apply(spec), hardware, last_plan(paths) if rows else None)
+        plan_or_explain(
+            change.apply(spec), hardware
+        )  # what cannot be planned is refused before a row is read
+        data = prepare_dataset(spec)
+        plan = resolve_sharding_config(change.apply(spec), hardware, data, last_plan(paths) if rows else None)
         save_plan(plan)
         problems = validate_strategy(change.apply(spec), hardware, plan)
         save_validation(problems, spec.validation.silence)
-        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
+        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
@@ -168,8 +174,8 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             decision = move_weights(paths, decision, report.total_steps)
         change = decision.change
         try:
-            plan = resolve_sharding_config(change.apply(spec), hardware, plan)
-            launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change)
+            plan = resolve_sharding_config(change.apply(spec), hardware, data, plan)
+            launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
         except Refused:  # the attempt before it is what ended the run
             save_report(report)
             raise

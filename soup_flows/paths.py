@@ -62,6 +62,11 @@ class RunPaths:
         return self.root / "attempts.jsonl"
 
     @property
+    def data(self) -> Path:
+        """What the ranks train on and the data report, JSON (`soup_flows.data.prepare.PreparedData`)."""
+        return self.root / "data.json"
+
+    @property
     def orders(self) -> Path:
         """Where the present attempt starts from, JSON; see `soup_flows.resume.Orders`."""
         return self.root / "orders.json"

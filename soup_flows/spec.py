@@ -36,7 +36,7 @@ class Group(BaseModel):
 
 
 class LoraSettings(Group):
-    """Adapter settings, used when `training.method` is `lora`."""
+    """Adapter settings, used when `training.method` is `lora` or `qlora`."""
 
     r: int = Field(16, ge=1, le=1024, title="Rank")
     """Rank of the adapter matrices."""
@@ -46,13 +46,25 @@ class LoraSettings(Group):
     """Dropout on the adapter's input, a share between 0 and 1."""
     target_modules: str | list[str] = Field("all-linear", title="Target modules")
     """Module names that get an adapter, or `all-linear` for every linear layer except the output head."""
+    use_dora: bool = Field(False, title="DoRA")
+    """Train the length of each weight column apart from its direction (DoRA); slower than plain LoRA."""
+    use_rslora: bool = Field(False, title="rsLoRA")
+    """Scale by alpha / sqrt(r) instead of alpha / r (rsLoRA), which keeps large ranks learning."""
+    merge_adapter: bool = Field(False, title="Merge the adapter")
+    """After training, add the adapter to the weights: the model folder is then a whole model."""
 
 
 class TrainingSettings(Group):
     """How the model is trained."""
 
-    method: Literal["full", "lora"] = Field("full", title="Method")
-    """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights."""
+    task: Literal["sft", "pretrain", "dpo"] = Field("sft", title="Task")
+    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut), `dpo` prefers the
+    chosen answer of a pair to the rejected one."""
+    dpo_beta: float = Field(0.1, gt=0, title="Strength of the reference (DPO)")
+    """`beta` of DPO: the higher, the closer the model stays to what it was; used by the task `dpo`."""
+    method: Literal["full", "lora", "qlora"] = Field("full", title="Method")
+    """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights, `qlora` beside frozen
+    weights in 4 bits (GPUs only)."""
     num_train_epochs: float = Field(1.0, gt=0, title="Epochs")
     """Passes over the training rows; ignored when `max_steps` is set."""
     max_steps: int | None = Field(None, ge=1, title="Maximum optimizer steps")
@@ -103,6 +115,15 @@ class DataSettings(Group):
     """Rows are truncated to this many tokens."""
     train_on: Literal["assistant", "all"] = Field("assistant", title="Train on")
     """`assistant`: the loss counts the answers only; `all`: every token."""
+    packing: bool = Field(True, title="Packing")
+    """Lay rows end to end, each attending to itself alone, and compute no padding; off pads each batch, for
+    models that cannot keep rows apart."""
+    bad_rows: Literal["drop", "refuse"] = Field("drop", title="Rows that cannot teach")
+    """`drop` counts and names them in the data report; `refuse` stops before anything is started."""
+    cache_dir: str | None = Field(None, title="Cache folder")
+    """Tokenised data is kept here, by content; `<output_dir>/cache` when empty."""
+    workers: int | None = Field(None, ge=1, title="Tokenising processes")
+    """Most processes that tokenise; the cores, within the free memory, when empty."""
 
 
 class RecoverySettings(Group):
@@ -216,7 +237,7 @@ class TrainingSpec(Group):
     training: TrainingSettings = Field(default_factory=TrainingSettings, title="Training")
     """How the model is trained."""
     lora: LoraSettings = Field(default_factory=LoraSettings, title="LoRA")
-    """Adapter settings, used when `training.method` is `lora`."""
+    """Adapter settings, used when `training.method` is `lora` or `qlora`."""
     data: DataSettings = Field(default_factory=DataSettings, title="Data")
     """What the rows mean and how long they may be."""
     recovery: RecoverySettings = Field(default_factory=RecoverySettings, title="Recovery")
@@ -233,6 +254,11 @@ class TrainingSpec(Group):
         if isinstance(value, bool):
             raise ValueError("true and false are not numbers of GPUs")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @property
+    def trains_adapters(self) -> bool:
+        """True when the weights of the model stay frozen."""
+        return self.training.method != "full"
 
     @model_validator(mode="after")
     def _one_strategy(self) -> TrainingSpec:

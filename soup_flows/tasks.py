@@ -1,4 +1,4 @@
-"""The five tasks. Each works in any flow, and through `.fn` without Prefect.
+"""The six tasks. Each works in any flow, and through `.fn` without Prefect.
 
 They are synchronous, and have effects (or read the machine), so results are never taken from a cache.
 """
@@ -17,8 +17,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
+from soup_flows.artifacts import save_data_report
 from soup_flows.attempt import free_devices, run_attempt
 from soup_flows.attempts import record, where_stopped
+from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
@@ -33,7 +35,7 @@ from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_run
 from soup_flows.resume import find_start
-from soup_flows.sharding import ShardingPlan, make_plan
+from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import asked_to_stop
 from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
@@ -61,28 +63,71 @@ def detect_hardware(device: str = "auto", paths: Sequence[str] = ()) -> Hardware
     return hardware
 
 
+@task(name="prepare dataset", cache_policy=NO_CACHE)
+def prepare_dataset(spec: TrainingSpec) -> PreparedData:
+    """Read, check and tokenise the data once; unchanged data is not tokenised again.
+
+    The data report is kept as the artifact `soup-train-data`.
+
+    Raises:
+        Refused: if the data cannot be read, or no row can be trained.
+    """
+    try:
+        read_model_config(
+            spec.model
+        )  # a folder that is no model is refused in better words than a tokenizer's
+        data = prepare_data(spec)
+    except Refused as refused:
+        raise _with_others(refused, spec) from None
+    report = data.train.report
+    _logger().info(
+        "Data: %d rows to train, %d held out; %d rows dropped; %s tokens an epoch, %s of them trained",
+        data.train_rows,
+        data.eval_rows,
+        len(report.dropped),
+        report.total_tokens,
+        report.trained_tokens,
+    )
+    save_data_report(report)
+    return data
+
+
+def plan_or_explain(
+    spec: TrainingSpec, hardware: Hardware, rows: int | None = None, kept: ShardingPlan | None = None
+) -> ShardingPlan:
+    """Return the plan; where there is none, say everything else that is wrong with the spec too."""
+    try:
+        return make_plan(spec, hardware, rows, kept=kept)
+    except Refused as refused:
+        raise _with_others(refused, spec) from None
+
+
+def _with_others(refused: Refused, spec: TrainingSpec) -> Refused:
+    """Add what can be found wrong without a plan."""
+    known = {(p.id, p.field) for p in refused.problems}
+    return Refused([*refused.problems, *(p for p in check_spec(spec) if (p.id, p.field) not in known)])
+
+
 @task(name="resolve sharding config", cache_policy=NO_CACHE)
 def resolve_sharding_config(
-    spec: TrainingSpec, hardware: Hardware, kept: ShardingPlan | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    data: PreparedData | None = None,
+    kept: ShardingPlan | None = None,
 ) -> ShardingPlan:
     """Turn what was asked into what every rank will run.
 
     Args:
         spec: what was asked.
         hardware: the machine.
+        data: what `prepare dataset` returned; without it the rows are counted without a tokenizer.
         kept: the plan of the attempt before; a strategy that was chosen then is kept.
 
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
     hardware = _free_now(spec, hardware)
-    try:
-        plan = make_plan(spec, hardware, count_rows(spec), kept=kept)
-    except Refused as refused:
-        known = {(p.id, p.field) for p in refused.problems}
-        raise Refused(
-            [*refused.problems, *(p for p in check_spec(spec) if (p.id, p.field) not in known)]
-        ) from None
+    plan = plan_or_explain(spec, hardware, count_rows(spec) if data is None else data.train_rows, kept)
     plan, mended = apply_fixes(spec, hardware, plan)
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     batch = plan.batch
@@ -128,6 +173,7 @@ def write_temp_config(
     plan: ShardingPlan,
     run_id: str | None = None,
     change: Change | None = None,
+    data: PreparedData | None = None,
 ) -> LaunchPlan:
     """Write the run directory and the config file that the ranks read, and choose the checkpoint to start from.
 
@@ -139,6 +185,7 @@ def write_temp_config(
         plan: the resolved plan.
         run_id: name of the run directory; the flow run's id when empty, else a new one.
         change: how a retry differs from what was asked; `spec` and `plan` have it already.
+        data: what `prepare dataset` returned; without it the first rank prepares the data.
 
     Raises:
         Refused: if the checkpoint to resume from is not there, broken, or does not fit.
@@ -154,6 +201,8 @@ def write_temp_config(
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
+    if data is not None:
+        write_atomic(paths.data, data.model_dump_json(indent=2))
     write_atomic(paths.orders, orders.model_dump_json(indent=2))
     launch = build_launch_plan(
         paths=paths,
@@ -251,12 +300,15 @@ def launch_distributed_train(
             outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
         report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
-        emit_end(record(paths, launch.attempt, report, begun, change))
+        report = record(paths, launch.attempt, report, begun, change)
+        emit_end(report)
+        if isinstance(stopped, TrainingFailed):
+            raise _failure(report) from None
         raise
     report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
     emit_end(report)
     if report.state != "completed":
-        raise TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
+        raise _failure(report)
     logger.info("Model: %s", report.model)
     return report
 
@@ -273,6 +325,10 @@ def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]
         advice = f"Go on with recovery.resume={paths.root.name}."
         return _failed(Verdict("cancelled", "stopped on request", advice), found)
     return _failed(_verdict(paths.attempt(number), outcome.receipt), found)
+
+
+def _failure(report: TrainReport) -> TrainingFailed:
+    return TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
 
 
 def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:

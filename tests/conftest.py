@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def parameters(assets: dict[str, str]) -> Callable[..., dict[str, Any]]:
         values |= {"model": assets["model"], "dataset": assets["dataset"]}
         values["training"] |= {"max_steps": STEPS, **training}
         values["data"] |= {"eval_dataset": assets["eval_dataset"]}
+        values["data"] |= {"cache_dir": str(Path(assets["model"]).parent / "cache")}
         return values
 
     return build
@@ -57,16 +59,29 @@ def finished(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest
 
     The tasks are called through `.fn`, without Prefect, as `README.md` says they can be.
     """
-    done: dict[tuple[Any, ...], TrainReport] = {}
+    done: dict[str, TrainReport] = {}
 
-    def run(preset: str, **training: Any) -> TrainReport:
-        key = (preset, *sorted(training.items()))
+    def run(
+        preset: str,
+        *,
+        ranks: int | None = None,
+        dataset: str | None = None,
+        lora: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+        **training: Any,
+    ) -> TrainReport:
+        key = json.dumps([preset, ranks, dataset, lora, data, training], sort_keys=True)
         if key not in done:
-            spec = parse_spec(parameters(preset, tmp_path_factory.mktemp("run"), **training))
+            values = parameters(preset, tmp_path_factory.mktemp("run"), **training)
+            values |= {"lora": lora or {}, "data": values["data"] | (data or {})}
+            values |= {"gpus": ranks} if ranks else {}
+            values |= {"dataset": dataset} if dataset else {}
+            spec = parse_spec(values)
             hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
-            plan = tasks.resolve_sharding_config.fn(spec, hardware)
+            rows = tasks.prepare_dataset.fn(spec)
+            plan = tasks.resolve_sharding_config.fn(spec, hardware, rows)
             problems = tasks.validate_strategy.fn(spec, hardware, plan)
-            launch = tasks.write_temp_config.fn(spec, hardware, plan)
+            launch = tasks.write_temp_config.fn(spec, hardware, plan, data=rows)
             done[key] = tasks.launch_distributed_train.fn(launch, problems)
         return done[key]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,40 +80,6 @@ class DataReport(BaseModel):
         return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
 
 
-def prepare(
-    source: str | Path,
-    tokenizer: Any,
-    *,
-    max_length: int,
-    train_on: TrainOn = "assistant",
-    policy: Policy = "drop",
-    field: str = "dataset",
-) -> tuple[list[Encoded], DataReport]:
-    """Read, check and encode a data set once, and report on it from the same pass.
-
-    Args:
-        source: as in `read_rows`.
-        tokenizer: as in `encode`.
-        max_length: rows are cut to this many tokens.
-        train_on: as in `encode`.
-        policy: as in `load_examples`.
-        field: the setting that named `source`.
-
-    Returns:
-        The kept rows in file order, and the report.
-
-    Raises:
-        Refused: as `load_examples` and `encode`; also when no row has a trained token left.
-    """
-    rows: list[Encoded] = []
-    tally = Tally(source, tokenizer, max_length)
-    for item in _encoded(source, tokenizer, max_length, train_on, field, tally, compare=False):
-        if isinstance(item, Encoded):
-            rows.append(item)
-    check_kept(source, len(rows), tally.dropped, policy=policy, field=field)
-    return rows, tally.report()
-
-
 def report_on(
     source: str | Path,
     tokenizer: Any = None,
@@ -126,39 +92,22 @@ def report_on(
     """Report on a data set without keeping its rows; without a tokenizer, lengths are in characters.
 
     Raises:
-        Refused: as `prepare`.
+        Refused: as `iter_examples` and `encode`; also when no row is left to train.
     """
     tally = Tally(source, tokenizer, max_length)
-    for _ in _encoded(source, tokenizer, max_length, train_on, field, tally, compare=True):
-        pass
-    check_kept(source, len(tally.lengths), tally.dropped, policy=policy, field=field)
-    return tally.report()
-
-
-def _encoded(
-    source: str | Path,
-    tokenizer: Any,
-    max_length: int | None,
-    train_on: TrainOn,
-    field: str,
-    tally: Tally,
-    *,
-    compare: bool,
-) -> Iterator[Encoded | None]:
-    """Encode row by row; with `compare`, preference pairs are measured by their better answer."""
     for example in iter_examples(source, field=field):
         if isinstance(example, Dropped):
             tally.drop(example)
             continue
         encoded = None
         if tokenizer is not None:
-            view = better_answer(example) if compare else example
-            encoded = encode(view, tokenizer, max_length or 2**62, train_on)
+            encoded = encode(better_answer(example), tokenizer, max_length or 2**62, train_on)
         if isinstance(encoded, Dropped):
             tally.drop(encoded)
             continue
         tally.keep(example, encoded)
-        yield encoded
+    check_kept(source, len(tally.lengths), tally.dropped, policy=policy, field=field)
+    return tally.report()
 
 
 def better_answer(example: Example) -> Example:
@@ -171,48 +120,86 @@ def better_answer(example: Example) -> Example:
     return replace(example, kind="completion", completion=answer)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the report counts of a kept row; small, so that it can come from another process.
+
+    Attributes:
+        key: eight bytes that differ for rows that teach something else.
+        line: as in `Row`.
+        format: one of `formats.FORMATS`.
+        notes: as in `Example`.
+        full_length: tokens before truncation, or characters.
+        length: tokens after truncation.
+        trained: tokens the loss counts.
+        stop_trained: whether a token that ends the answer is among them.
+    """
+
+    key: bytes
+    line: int
+    format: str
+    notes: tuple[str, ...]
+    full_length: int
+    length: int = 0
+    trained: int = 0
+    stop_trained: bool = False
+
+
+def kept_row(example: Example, encoded: Encoded | None) -> Kept:
+    """Return what the report counts of a row; `encoded` is None without a tokenizer."""
+    key, line, name, notes = _content_hash(example), example.line, example.format, example.notes
+    if encoded is None:
+        return Kept(key, line, name, notes, characters(example))
+    trained = sum(label != IGNORED for label in encoded.labels[1:])
+    length = len(encoded.input_ids)
+    return Kept(key, line, name, notes, encoded.full_length, length, trained, encoded.stop_trained)
+
+
 class Tally:
-    """Counts rows as they pass; its memory is a few bytes a kept row.
+    """Counts rows as they pass; its memory is about a hundred bytes a kept row.
 
     Attributes:
         dropped: the rows that were not kept.
         lengths: tokens of each kept row before truncation, or characters.
+        sample: the first kept row as text, trained parts marked; empty until there is one.
     """
 
     def __init__(self, source: str | Path, tokenizer: Any = None, max_length: int | None = None) -> None:
         self.dropped: list[Dropped] = []
         self.lengths = array("Q")
+        self.sample = ""
         self._source, self._tokenizer, self._max_length = writable(str(source)), tokenizer, max_length
         self._seen: set[bytes] = set()
         self._duplicates = self._trained = self._stopping = self._truncated = 0
         self._duplicate_lines: list[int] = []
         self._notes: dict[str, list[int]] = {}
-        self._format = self._sample = ""
+        self._format = ""
 
     def drop(self, item: Dropped) -> None:
         """Count a row that is not kept."""
         self.dropped.append(item)
 
     def keep(self, example: Example, encoded: Encoded | None) -> None:
-        """Count a kept row; `encoded` is None without a tokenizer."""
-        self._format = example.format
-        key = _content_hash(example)
-        if key in self._seen:
+        """Count a kept row and remember the first as the sample; `encoded` is None without a tokenizer."""
+        self.count(kept_row(example, encoded))
+        if not self.sample:
+            self.sample = _plain_sample(example) if encoded is None else marked_text(encoded, self._tokenizer)
+
+    def count(self, row: Kept) -> None:
+        """Count a kept row."""
+        self._format = row.format
+        if row.key in self._seen:
             self._duplicates += 1
             if len(self._duplicate_lines) < _NAMED_LINES:
-                self._duplicate_lines.append(example.line)
-        self._seen.add(key)
-        for note in example.notes:
-            self._notes.setdefault(note, []).append(example.line)
-        if encoded is None:
-            self.lengths.append(characters(example))
-            self._sample = self._sample or _plain_sample(example)
-            return
-        self.lengths.append(encoded.full_length)
-        self._trained += sum(label != IGNORED for label in encoded.labels[1:])
-        self._stopping += encoded.stop_trained
-        self._truncated += encoded.full_length > len(encoded.input_ids)
-        self._sample = self._sample or marked_text(encoded, self._tokenizer)
+                self._duplicate_lines.append(row.line)
+        self._seen.add(row.key)
+        for note in row.notes:
+            self._notes.setdefault(note, []).append(row.line)
+        self.lengths.append(row.full_length)
+        if self._tokenizer is not None:
+            self._trained += row.trained
+            self._stopping += row.stop_trained
+            self._truncated += row.full_length > row.length
 
     def report(self) -> DataReport:
         """Return the report on all rows counted so far."""
@@ -240,7 +227,7 @@ class Tally:
             duplicate_lines=tuple(self._duplicate_lines),
             stop_trained_rows=self._stopping if counted else None,
             notes=tuple(self._remarks(counted, kept)),
-            sample=self._sample,
+            sample=self.sample,
         )
 
     def _remarks(self, counted: bool, kept: int) -> Iterator[str]:

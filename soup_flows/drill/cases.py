@@ -49,7 +49,7 @@ DRILLS: dict[str, Case] = {
     "nan_loss": Case("nan_loss", "a weight becomes NaN"),
     "bad_row": Case("completed", "a row of the data is broken; it is left out and named", STEPS, inside=False),
     "server_down_30s": Case(
-        "completed", "the Prefect server is away for 30 s in mid-run", 400, server=True, inside=False
+        "completed", "the Prefect server is away for 30 s in mid-run", 250, server=True, inside=False
     ),
     "timeout": Case("timeout", "the run takes longer than launcher.timeout_min", quick=True, inside=False,
                     launcher={"timeout_min": 0.4}),

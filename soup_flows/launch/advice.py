@@ -53,6 +53,10 @@ WORDS: tuple[tuple[tuple[str, ...], FailureClass], ...] = (
     (("modulenotfounderror:",), "import_error"),
     (("importerror:",), "import_error"),
     (("no module named",), "import_error"),
+    (
+        ("requires", "to be installed"),
+        "import_error",
+    ),  # transformers, integration_utils.py: a tracker's package
 )
 """Words (lower case) that stand together in a line, and what they mean; the first row that fits decides."""
 

@@ -120,6 +120,32 @@ def named_strategy(
     return (None, "") if spec.strategy == "auto" else (spec.strategy, "as asked")
 
 
+def check_method(spec: TrainingSpec, strategy: str | None, device: str) -> None:
+    """Refuse methods that cannot run on the device or under a named strategy.
+
+    Raises:
+        Refused: with what to use instead.
+    """
+    if spec.training.method == "qlora" and device == "cpu":
+        message = "4-bit weights (bitsandbytes) are trained on GPUs only"
+        raise refuse("PLAN012", "training.method", message, "use method=lora on CPU")
+    if strategy is not None and not shards_method(spec, strategy):
+        message = f"{strategy} does not shard 4-bit weights: every GPU would hold the whole model"
+        fix = "use method=lora, or fsdp=full_shard, or deepspeed=zero2"
+        source = "transformers/modeling_utils.py, quantized models skip zero.Init"
+        raise refuse("PLAN013", "training.method", message, fix, source)
+    if spec.lora.merge_adapter and not spec.trains_adapters:
+        message = "there is no adapter to merge with training.method=full"
+        raise refuse(
+            "PLAN014", "lora.merge_adapter", message, "set training.method=lora, or merge_adapter=false"
+        )
+
+
+def shards_method(spec: TrainingSpec, strategy: str) -> bool:
+    """Whether `strategy` shards what it promises to under the asked method."""
+    return spec.training.method != "qlora" or not (strategy == "zero++" or strategy.startswith("zero3"))
+
+
 def nearest_preset(config: dict[str, Any]) -> str:
     """Name the preset that shards like a user's JSON does.
 

@@ -13,7 +13,7 @@ from soup_flows.hardware import Hardware
 from soup_flows.memory import MemoryEstimate, Setup, predict
 from soup_flows.memory.estimate import MARGIN
 from soup_flows.memory.setup import parse_setup
-from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer
+from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer, shards_method
 from soup_flows.sharding.costs import Rates, rates, step_cost
 from soup_flows.sharding.values import Candidate, Dtype, Room
 from soup_flows.spec import TrainingSpec
@@ -105,6 +105,7 @@ class Case:
                 "gradient_checkpointing": checkpointing,
                 "attention": self._attention,
                 "loss_outside": True,
+                "adapters_fp32": False if spec.training.method == "qlora" else None,
                 "lora_r": spec.lora.r,
                 "lora_dropout": spec.lora.dropout,
                 "lora_targets": targets
@@ -116,11 +117,13 @@ class Case:
 
     @cached_property
     def _attention(self) -> str:
-        """Whether PyTorch has a fused kernel for grouped keys and values here.
+        """Whether rows are padded, and whether PyTorch has a fused kernel for grouped keys and values here.
 
         Its flash kernel takes them, in 16 bit and from compute capability 8.0 on; the memory-efficient one
         does not, and the fallback keeps all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
         """
+        if not self.spec.data.packing:
+            return "sdpa"
         grouped = any(layer.k_width < layer.q_width for layer in self.shapes.layers)
         old = any(gpu.bf16 is False for gpu in self.hardware.gpus[: self.world.ranks_per_node])
         return (
@@ -208,7 +211,7 @@ class Case:
             names.append("zero3_nvme")
         if self.named and self.named not in names:
             names.append(self.named)
-        found = [(name, size) for name in names]
+        found = [(name, size) for name in names if shards_method(self.spec, name)]
         if self.world.auto and self.named is None and size > 1 and self.world.nodes == 1:
             found.append(("single", 1))
         return found

@@ -13,6 +13,7 @@ from soup_flows.sharding.asked import (
     BATCH_KEYS,
     World,
     asked_batch,
+    check_method,
     decide_dtype,
     decide_optimizer,
     decide_world,
@@ -133,9 +134,12 @@ def read_case(
             world = World(world.device, 1, 1, kept.reasons.get("world_size", world.reason))
         if (kept.strategy == "single") == (world.size == 1):
             named, named_reason = kept.strategy, "kept from the attempt before, whose checkpoints it can read"
+    check_method(spec, named, world.device)
     asked = asked_batch(spec, world.size, user_config)
     asked.divided(world.size)  # refused here if the rows cannot be split evenly
     model, no_model = known_model(spec.model)
+    if spec.training.task == "dpo":
+        model, no_model = None, "memory was not predicted: nothing is known of the task dpo"
     return Case(
         spec, hardware, world, dtype, dtype_reason, model, no_model, asked, named, named_reason, user_config
     )

@@ -30,7 +30,7 @@ def memory_problems(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
         named = next((f for f in ("deepspeed_config", "deepspeed", "fsdp") if getattr(spec, f)), "strategy")
         found.append(
             Problem(
-                id="PLAN012",
+                id="PLAN020",
                 severity="error" if sure else "warning",
                 field=named,
                 message=f"{chosen.label} on {plan.world_size} rank(s) {chosen.why_not}{doubt}",
@@ -42,7 +42,7 @@ def memory_problems(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
         one = plan.strategy.startswith("zero3")
         found.append(
             Problem(
-                id="PLAN013",
+                id="PLAN021",
                 severity="warning",
                 field="model",
                 message=f"loading may take {gib(estimate.host.load)} of host memory, since "

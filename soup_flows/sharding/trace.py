@@ -53,6 +53,8 @@ def trace_plan(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, timeo
             else "off-load and meshes are not followed"
         )
         return _nothing(plan, f"{plan.strategy} cannot be traced ({why})")
+    if spec.training.method == "qlora" or spec.lora.use_dora or not spec.data.packing:
+        return _nothing(plan, "only full training and plain LoRA of rows laid end to end are traced")
     case, batch = read_case(spec, hardware, plan.nodes), plan.batch
     setup = case.setup(
         plan.strategy, plan.world_size, batch.per_device_train_batch_size, plan.gradient_checkpointing

@@ -21,7 +21,7 @@ def training_arguments(
     config_path: str | None,
     evaluate: bool,
     evaluate_first: bool,
-) -> TrainingArguments:
+) -> Any:
     """Build the arguments; for DeepSpeed and FSDP this also starts the process group.
 
     Args:
@@ -32,7 +32,11 @@ def training_arguments(
         config_path: the DeepSpeed JSON of this attempt.
         evaluate: whether there are held-out rows.
         evaluate_first: whether they are evaluated before the first step.
+
+    Returns:
+        `TrainingArguments`, or TRL's `DPOConfig` for the task `dpo`.
     """
+    kind: Any = TrainingArguments
     train, on_cpu = spec.training, plan.device == "cpu"
     engine: dict[str, Any] = {}
     if plan.engine == "deepspeed":
@@ -44,8 +48,14 @@ def training_arguments(
         # Else whole gradients pile up on every rank between micro batches, in the compute dtype (accelerate 1.15
         # `no_sync`); reduced each time, they stay sharded and are summed in the parameters' own fp32.
         engine["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    return TrainingArguments(
+    if train.task == "dpo":
+        from trl import DPOConfig
+
+        kind = DPOConfig
+        engine.update(max_length=spec.data.max_length, beta=train.dpo_beta, gradient_checkpointing=False)
+    return kind(
         output_dir=output_dir,
+        per_device_eval_batch_size=plan.batch.per_device_train_batch_size,
         per_device_train_batch_size=plan.batch.per_device_train_batch_size,
         gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
         max_steps=steps.total_steps,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -19,8 +22,8 @@ IGNORED = -100
 class TokenRow:
     """One tokenised row: `input_ids` and `labels` have equal length; labels are not shifted."""
 
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: Sequence[int] | npt.NDArray[np.int32]
+    labels: Sequence[int] | npt.NDArray[np.int32]
 
 
 class TokenRows(Dataset[TokenRow]):
@@ -28,11 +31,15 @@ class TokenRows(Dataset[TokenRow]):
 
     That last row fills the micro batches that a rank has no row for, so that all ranks make the same number
     of passes whatever the number of rows.
+
+    Attributes:
+        lengths: tokens of each row.
     """
 
-    def __init__(self, rows: Sequence[TokenRow]) -> None:
+    def __init__(self, rows: Sequence[TokenRow], lengths: Sequence[int] | None = None) -> None:
         self.rows = rows
-        filler_token = rows[0].input_ids[0]
+        self.lengths = [len(row.input_ids) for row in rows] if lengths is None else lengths
+        filler_token = int(rows[0].input_ids[0])
         self.filler = TokenRow([filler_token, filler_token], [IGNORED, IGNORED])
 
     def __len__(self) -> int:
@@ -108,23 +115,33 @@ def flatten(rows: Sequence[TokenRow]) -> dict[str, Any]:
 
     Returns:
         `input_ids`, `position_ids`, `shift_labels` of shape (1, tokens): the label of position i is the token
-        after it within the same row; `cu_seq_lens` of shape (rows + 1): where each row begins and ends.
+        after it within the same row; `row_borders`: where each row begins, and the end of the last.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    labels: list[int] = []
-    ends = [0]
-    for row in rows:
-        ids += row.input_ids
-        positions += range(len(row.input_ids))
-        labels += [*row.labels[1:], IGNORED]
-        ends.append(len(ids))
+    labels = [np.append(np.asarray(row.labels[1:], dtype=np.int64), IGNORED) for row in rows]
+    lengths = [len(row.input_ids) for row in rows]
     return {
-        "input_ids": torch.tensor([ids]),
-        "position_ids": torch.tensor([positions]),
-        "shift_labels": torch.tensor([labels]),
-        "cu_seq_lens": torch.tensor(ends, dtype=torch.int32),
+        "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows]).astype(np.int64))[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "shift_labels": torch.from_numpy(np.concatenate(labels))[None],
+        "row_borders": [0, *itertools.accumulate(lengths)],
     }
+
+
+def pad(rows: Sequence[TokenRow], pad_id: int) -> dict[str, Any]:
+    """Lay rows one below the other, padded on the right, for models that cannot keep rows apart otherwise.
+
+    Returns:
+        `input_ids`, `attention_mask`, `shift_labels` of shape (rows, longest row).
+    """
+    size = (len(rows), max(len(row.input_ids) for row in rows))
+    ids, mask = torch.full(size, pad_id), torch.zeros(size, dtype=torch.long)
+    labels = torch.full(size, IGNORED)
+    for number, row in enumerate(rows):
+        length = len(row.input_ids)
+        ids[number, :length] = torch.as_tensor(np.asarray(row.input_ids, dtype=np.int64))
+        labels[number, : length - 1] = torch.as_tensor(np.asarray(row.labels[1:], dtype=np.int64))
+        mask[number, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask, "shift_labels": labels}
 
 
 def eval_batches(lengths: Sequence[int], max_tokens: int, rank: int, world_size: int) -> list[list[int]]:

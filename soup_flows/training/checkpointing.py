@@ -232,7 +232,7 @@ class Checkpointer(TrainerCallback):
             engine=plan.engine,
             world_size=plan.world_size,
             dtype=plan.dtype,
-            adapters=spec.training.method == "lora",
+            adapters=spec.trains_adapters,
             identity=settings,
             spec_hash=digest(settings),
             data_hash=self.orders.data_hash,

@@ -45,6 +45,8 @@ class Drill:
         """Call after every optimizer step of every rank; `trainer` is None in a rehearsal."""
         if self.name is None or step != AT_STEP:
             return
+        if self.name == "ignore_sigterm":  # again: the rank program has set a handler of its own since
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         first = self.events.rank == 0
         if first or self.name in ("kill_rank", "hang_rank", "hang_collective", "cuda_oom", "host_oom"):
             self.events.write("drill", name=self.name, step=step)

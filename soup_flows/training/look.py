@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from soup_flows.data.formats import iter_examples
 from soup_flows.data.masking import encode
+from soup_flows.data.report import better_answer
 from soup_flows.data.values import Dropped, Encoded
 from soup_flows.errors import Refused
 from soup_flows.spec import TrainingSpec
@@ -41,7 +42,7 @@ def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
             row = (
                 example
                 if isinstance(example, Dropped)
-                else encode(example, tokenizer, spec.data.max_length, spec.data.train_on)
+                else encode(better_answer(example), tokenizer, spec.data.max_length, spec.data.train_on)
             )
             if isinstance(row, Encoded):
                 kept, stops = kept + 1, stops + row.stop_trained
@@ -67,7 +68,7 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
     classes = {type(module).__name__ for module in model.modules()}
     wrapped = set(model._no_split_modules or ())
     found |= {"wrap_classes": sorted(wrapped), "wrap_found": sorted(wrapped & classes)}
-    if spec.training.method == "lora":
+    if spec.trains_adapters:
         try:
             with torch.device("meta"):
                 adapted = add_adapters(model, spec)

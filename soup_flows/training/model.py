@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -11,20 +12,20 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import attention
+from soup_flows.training.prepare import load_tokenizer as load_tokenizer
 from soup_flows.training.proof import dtype_of
 
 
-def load_tokenizer(spec: TrainingSpec) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; a missing pad token becomes the end-of-sequence token (rows are never padded)."""
-    tokenizer = AutoTokenizer.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+class UnsuitableModel(RuntimeError):
+    """The model cannot be trained as asked."""
+
+    failure_class = "bad_config"
+    advice = "Set data.packing=false: rows are then padded, which every causal language model can do."
 
 
 def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = None) -> PreTrainedModel:
@@ -40,28 +41,42 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = Non
         spec: what was asked.
         plan: the resolved plan.
         weights: a checkpoint whose weights (or adapters) are taken instead of the model's, or None.
+
+    Raises:
+        UnsuitableModel: if rows are to be laid end to end and the model cannot keep them apart.
     """
     keeps_own_fp32 = plan.engine == "deepspeed"
-    dtype = dtype_of(plan) if spec.training.method == "lora" or keeps_own_fp32 else torch.float32
+    compute = dtype_of(plan)
+    dtype = compute if spec.trains_adapters or keeps_own_fp32 else torch.float32
     attention.register()
-    model = AutoModelForCausalLM.from_pretrained(
-        weights if weights and spec.training.method == "full" else spec.model,
-        dtype=dtype,
-        attn_implementation=attention.NAME,
-        trust_remote_code=spec.trust_remote_code,
-    )
+    given: dict[str, Any] = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
+    if packs(spec):
+        config = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+        refuse_mixing(config)
+        given["attn_implementation"] = attention.choose(plan.device, compute)
+    if spec.training.method == "qlora":
+        given |= quantised(compute)
+    source = weights if weights and not spec.trains_adapters else spec.model
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **given)
+    except ValueError as error:
+        if packs(spec) and "attention" in str(error):  # Transformers' words for a class without an interface
+            raise UnsuitableModel(f"rows cannot be laid end to end: {error}") from None
+        raise
+    if packs(spec):
+        refuse_signature(model)
     model.config.use_cache = False
-    if spec.training.method != "lora":
-        return model
+    if not spec.trains_adapters or spec.training.task == "dpo":
+        return model  # TRL puts the adapters itself, to use the model without them as the reference
     adapted = add_adapters(model, spec)
     if plan.gradient_checkpointing:
         adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
     if weights:
-        _load_adapters(adapted, Path(weights) / "adapter_model.safetensors")
+        load_adapters(adapted, Path(weights))
     return adapted
 
 
-def _load_adapters(model: Any, file: Path) -> None:
+def load_adapters(model: Any, checkpoint: Path) -> None:
     """Load saved adapters into `model`; under ZeRO-3 each parameter is gathered for it on every rank."""
     from peft import set_peft_model_state_dict
 
@@ -72,22 +87,90 @@ def _load_adapters(model: Any, file: Path) -> None:
 
         gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
     with gathered:
-        set_peft_model_state_dict(model, load_file(str(file)))
+        set_peft_model_state_dict(model, load_file(str(checkpoint / "adapter_model.safetensors")))
 
 
-def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
-    """Freeze the model and put LoRA adapters beside the asked modules."""
-    from peft import LoraConfig, get_peft_model
+def packs(spec: TrainingSpec) -> bool:
+    """Return whether rows are laid end to end; pairs of answers are padded by TRL."""
+    return spec.data.packing and spec.training.task != "dpo"
+
+
+def refuse_mixing(config: Any) -> None:
+    """Refuse layers that carry something from token to token across the borders of rows.
+
+    Raises:
+        UnsuitableModel: for recurrent, convolutional or chunked layers (`layer_types` of the config).
+    """
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ())
+    mixing = sorted(layers - {"full_attention", "sliding_attention"})
+    if mixing or getattr(text, "attention_chunk_size", None):
+        found = ", ".join(mixing) or "chunked attention"
+        raise UnsuitableModel(f"{config.model_type} has layers ({found}) that would mix rows laid end to end")
+
+
+def refuse_signature(model: PreTrainedModel) -> None:
+    """Refuse a model that ignores what keeps rows apart.
+
+    Raises:
+        UnsuitableModel: when the model's forward lacks `position_ids` or `logits_to_keep`, or its class does not
+            take attention from `AttentionInterface`.
+    """
+    accepted = inspect.signature(type(model).forward).parameters
+    lacking = [name for name in ("position_ids", "logits_to_keep") if name not in accepted]
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        lacking.append("**kwargs")
+    if not (model._supports_attention_backend and model._can_set_attn_implementation()):
+        lacking.append("AttentionInterface")
+    if lacking:
+        name = type(model).__name__
+        raise UnsuitableModel(f"rows cannot be laid end to end: {name} does not take {', '.join(lacking)}")
+
+
+def quantised(compute: torch.dtype) -> dict[str, Any]:
+    """Return what loads the frozen weights in 4 bits.
+
+    They are stored in the compute dtype, in which FSDP can shard them beside the adapters (bitsandbytes
+    documentation, FSDP-QLoRA); each rank loads onto its own GPU.
+    """
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_quant_storage=compute,
+    )
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+
+
+def lora_config(spec: TrainingSpec) -> Any:
+    """Return peft's config of the adapters."""
+    from peft import LoraConfig
 
     lora = spec.lora
-    config = LoraConfig(
+    return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+
+
+def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
+    """Freeze the model and put LoRA adapters beside the asked modules."""
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, lora_config(spec))
+    if spec.training.method == "qlora":  # FSDP wants one dtype: that of the stored 4-bit weights
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(model.dtype)
+    return adapted
 
 
 def save_model(trainer: Any, folder: Path) -> None:

@@ -16,8 +16,7 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from soup_flows.batch import Steps, steps
-from soup_flows.data.report import prepare
-from soup_flows.errors import refuse
+from soup_flows.data.prepare import PreparedData
 from soup_flows.launch import rank
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.rank import EventWriter
@@ -27,11 +26,12 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
-from soup_flows.training.batches import TokenRow, TokenRows
 from soup_flows.training.checkpointing import Checkpointer
 from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
 from soup_flows.training.proof import collect
+from soup_flows.training.result import compare, free_training_state, live_logits, merge_adapter, write_facts
+from soup_flows.training.rows import prepared, token_rows
 from soup_flows.training.trainer import SoupTrainer
 
 
@@ -91,37 +91,63 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
         set_aside=job.orders.set_aside,
     )
     rank.heartbeat(0, "load")
-    tokenizer = load_tokenizer(job.spec)
-    train_rows, eval_rows = load_rows(job, tokenizer)
+    data = prepared(job.spec, job.paths, job.is_main)
     settings = job.spec.training
     planned = steps(
-        len(train_rows), job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
+        data.train_rows, job.plan.batch, settings.num_train_epochs, settings.max_steps, settings.warmup_ratio
     )
-    job.events.write("data", train_rows=len(train_rows), eval_rows=len(eval_rows), **planned.model_dump())
-    trainer = build_trainer(job, planned, tokenizer, train_rows, eval_rows)
+    job.events.write("data", train_rows=data.train_rows, eval_rows=data.eval_rows, **planned.model_dump())
+    tokenizer = load_tokenizer(job.spec)
+    trainer = build_trainer(job, planned, data, tokenizer)
     resumes = job.orders.checkpoint if not job.orders.weights_only else None
     trainer.train(resume_from_checkpoint=resumes)
     if trainer.checkpointer.stopped:
         _write_stopped(job, trainer)
         return
-    final = trainer.evaluate() if eval_rows else {}
+    final = trainer.evaluate() if data.eval_rows else {}
+    live = live_logits(trainer, tokenizer)
     rank.heartbeat(trainer.state.global_step, "save")
     job.drill.at_save()
     save_model(trainer, job.paths.model)
     job.events.write("memory", **_memory(job.plan))
     if job.is_main:
-        saved = verify_saved(job.paths.model, settings.method == "lora", trainer.state.global_step > 0)
-        result = {
-            "finished": True,
-            "step": trainer.state.global_step,
-            "total_steps": planned.total_steps,
-            "eval_loss": final.get("eval_loss"),
-            "model": str(job.paths.model),
-            "saved": saved,
-        }
-        write_json(job.attempt.result, result)
-        job.events.write("finished", **result)
-    trainer.accelerator.wait_for_everyone()
+        _finish(job, trainer, planned, data, final, live)
+
+
+def _finish(
+    job: Job, trainer: Any, planned: Steps, data: PreparedData, final: dict[str, float], live: torch.Tensor
+) -> None:
+    """Check the saved model, merge and describe it, and write the result; rank 0 alone, without a collective."""
+    folder, spec = job.paths.model, job.spec
+    step = trainer.state.global_step
+    saved = verify_saved(folder, spec.trains_adapters, step > 0)
+    free_training_state()
+    if spec.lora.merge_adapter:
+        rank.heartbeat(step, "merge")
+        job.events.write("merged", adapter=str(merge_adapter(spec, job.paths)))
+        saved = verify_saved(folder, False, step > 0)
+    rank.heartbeat(step, "verify")
+    compared = compare(spec, job.plan, folder, live, trainer.processing_class)
+    job.events.write("verified", **compared)
+    eval_loss = final.get("eval_loss")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    numbers = {
+        "rows": data.train_rows,
+        "optimizer steps": step,
+        "last training loss": f"{losses[-1]:.4f}" if losses else None,
+        "held-out loss": None if eval_loss is None else f"{eval_loss:.4f} on {data.eval_rows} rows",
+    }
+    write_facts(folder, trainer, spec, job.plan, numbers)
+    result = {
+        "finished": True,
+        "step": step,
+        "total_steps": planned.total_steps,
+        "eval_loss": eval_loss,
+        "model": str(folder),
+        "saved": saved,
+    }
+    write_json(job.attempt.result, result)
+    job.events.write("finished", **result)
 
 
 def _write_stopped(job: Job, trainer: SoupTrainer) -> None:
@@ -163,47 +189,7 @@ def _check_world(plan: ShardingPlan) -> None:
             os.environ.pop(name, None)
 
 
-def load_rows(job: Job, tokenizer: Any) -> tuple[list[TokenRow], list[TokenRow]]:
-    """Tokenise the training and the held-out rows.
-
-    Returns:
-        Training rows and held-out rows, disjoint; the second list is empty when nothing is held out.
-
-    Raises:
-        Refused: when no row has a token to learn from.
-    """
-    spec = job.spec
-    rows = _tokenise(job, tokenizer, "dataset", spec.dataset)
-    if spec.data.eval_dataset:
-        return rows, _tokenise(job, tokenizer, "data.eval_dataset", spec.data.eval_dataset)
-    if not spec.data.eval_split:
-        return rows, []
-    held_out = max(1, round(len(rows) * spec.data.eval_split))
-    if held_out >= len(rows):
-        message = f"{spec.data.eval_split} holds out all {len(rows)} rows"
-        raise refuse("DATA020", "data.eval_split", message, "use a smaller share, or more rows")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(spec.training.seed)).tolist()
-    chosen = set(order[:held_out])
-    return (
-        [row for index, row in enumerate(rows) if index not in chosen],
-        [row for index, row in enumerate(rows) if index in chosen],
-    )
-
-
-def _tokenise(job: Job, tokenizer: Any, field: str, source: str) -> list[TokenRow]:
-    """Tokenise one source; rows that teach nothing are left out and counted in the event `data_report`."""
-    data = job.spec.data
-    encoded, report = prepare(
-        source, tokenizer, max_length=data.max_length, train_on=data.train_on, field=field
-    )
-    if job.is_main:
-        job.events.write("data_report", field=field, **report.model_dump(mode="json"))
-    return [TokenRow(row.input_ids, row.labels) for row in encoded]
-
-
-def build_trainer(
-    job: Job, planned: Steps, tokenizer: Any, train_rows: list[TokenRow], eval_rows: list[TokenRow]
-) -> SoupTrainer:
+def build_trainer(job: Job, planned: Steps, data: PreparedData, tokenizer: Any) -> Any:
     """Build arguments, then the model, then the trainer: ZeRO-3 needs them in this order."""
     plan, on_cpu = job.plan, job.plan.device == "cpu"
     if plan.engine == "deepspeed" and on_cpu:
@@ -214,31 +200,38 @@ def build_trainer(
         planned,
         str(job.paths.checkpoints),
         job.launch.config_path,
-        evaluate=bool(eval_rows),
-        evaluate_first=bool(eval_rows) and job.orders.checkpoint is None,
+        evaluate=data.eval_rows > 0,
+        evaluate_first=data.eval_rows > 0 and job.orders.checkpoint is None,
     )
     if plan.engine == "fsdp" and on_cpu:
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(job.paths.root / "tensorboard"))
     weights = job.orders.checkpoint if job.orders.weights_only else None
-    checkpointer = Checkpointer(job, job.orders, planned.total_steps)
-    trainer = SoupTrainer(
-        model=load_model(job.spec, plan, weights),
-        args=arguments,
-        batch=plan.batch,
-        eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
-        train_dataset=TokenRows(train_rows),
-        eval_dataset=TokenRows(eval_rows) if eval_rows else None,
-        processing_class=tokenizer,
-        callbacks=[Reporter(job), checkpointer],
-    )
+    reporter, checkpointer = Reporter(job), Checkpointer(job, job.orders, planned.total_steps)
+    callbacks: list[TrainerCallback] = [reporter, checkpointer]
+    model = load_model(job.spec, plan, weights)
+    if job.spec.training.task == "dpo":
+        from soup_flows.training.preference import preference_trainer
+
+        trainer: Any = preference_trainer(job.spec, data, arguments, model, tokenizer, callbacks, weights)
+    else:
+        train_rows, eval_rows = token_rows(job.spec, data)
+        trainer = SoupTrainer(
+            model=model,
+            args=arguments,
+            batch=plan.batch,
+            eval_tokens=plan.batch.per_device_train_batch_size * job.spec.data.max_length,
+            packing=job.spec.data.packing,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
     trainer.remove_callback(PrinterCallback)  # Reporter prints the same numbers, once
     if plan.strategy == "full_offload" and on_cpu:
         cpu.unpin_fsdp_offload(trainer)
     job.events.write("model", parameters=sum(p.numel() for p in trainer.model.parameters()))
-    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
-    callback.trainer = checkpointer.trainer = trainer
+    reporter.trainer = checkpointer.trainer = trainer
     trainer.checkpointer = checkpointer
     return trainer
 

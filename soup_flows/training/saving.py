@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import Trainer
 
 from soup_flows.training.saved import compare_saved
 
 if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+
     from soup_flows.training.checkpointing import Checkpointer
+else:
+    _Base = object
 
 
-class SavingTrainer(Trainer):
-    """A `Trainer` whose checkpoints are written through a `Checkpointer`, and whose saves are read back."""
+class SavingTrainer(_Base):
+    """Put before a `Trainer`: checkpoints are written through a `Checkpointer`, saves are read back."""
 
     checkpointer: Checkpointer
 

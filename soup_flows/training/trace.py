@@ -38,14 +38,6 @@ STEPS = 2
 """Optimizer steps: moments exist from the second on."""
 
 
-class Borders(list[int]):
-    """Where rows begin and end, for `attend_per_row`: a real tensor cannot be read among fake ones."""
-
-    def tolist(self) -> list[int]:
-        """Return itself."""
-        return self
-
-
 class Live(TorchDispatchMode):
     """Counts the bytes of live storages, and their peak."""
 
@@ -195,7 +187,7 @@ def one_pass(model: Any, setup: Setup) -> None:
         logits = model(
             input_ids=ids,
             position_ids=positions,
-            cu_seq_lens=Borders(range(0, setup.tokens + 1, length)),
+            row_borders=list(range(0, setup.tokens + 1, length)),
             logits_to_keep=keep,
             use_cache=False,
         ).logits

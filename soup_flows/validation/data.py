@@ -143,13 +143,15 @@ def dropped_rows(run: Context) -> Iterator[Found]:
     "DA009",
     "error",
     "dataset",
-    "they are compared, not learnt, and this program trains by imitation only",
-    fix="keep the better answer of each pair as a conversation",
+    "they are compared, not learnt",
+    fix="set training.task=dpo for chosen and rejected answers, or keep the better answer as a conversation",
     source="Rafailov et al. 2023 (DPO): pairs need a loss of their own",
 )
 def preference_rows(run: Context) -> Iterator[Found]:
-    """Preference rows."""
+    """Preference rows where answers are learnt."""
     pairs = sorted(run.data.kinds & {"preference", "kto"})
+    if pairs == ["preference"] and run.spec.training.task == "dpo":
+        return
     if pairs:
         yield Found(f"{run.spec.dataset} holds {' and '.join(pairs)} rows")
 

@@ -54,7 +54,7 @@ def test_a_run_that_cannot_fit_is_refused(arguments: list[str], capsys: pytest.C
     model = ["--model", str(MODELS / "llama-8b")]
     code, value = run(capsys, *model, *arguments, "--gpu", "rtx-4090", "--gpus", "1", "--strategy", "single")
     assert code == REFUSED
-    assert [p["id"] for p in value["problems"] if p["severity"] == "error"] == ["PLAN012"]
+    assert [p["id"] for p in value["problems"] if p["severity"] == "error"] == ["PLAN020"]
     assert not value["candidates"][0]["fits"]
     code, value = run(capsys, *model, *arguments, "--gpu", "h10", "--gpus", "1")
     assert code == REFUSED

@@ -68,7 +68,7 @@ def test_adapters_of_8b_need_no_sharding_and_those_of_70b_do() -> None:
 def test_what_cannot_fit_is_refused_with_figures() -> None:
     card = imagined("rtx-4090", 1)
     for values in ({}, {"strategy": "single"}, {"deepspeed": "zero2_offload"}):
-        (problem,) = [p for p in found("llama-8b", card, **values) if p.id == "PLAN012"]
+        (problem,) = [p for p in found("llama-8b", card, **values) if p.id == "PLAN020"]
         assert problem.severity == "error"
         assert problem.field == ("deepspeed" if "deepspeed" in values else "strategy")
         assert "23.4 GiB" in problem.message

@@ -18,6 +18,7 @@ PACKAGE = ROOT / "soup_flows"
 CORE = (
     "errors",
     "paths",
+    "child",
     "spec",
     "batch",
     "gpus",
@@ -48,6 +49,7 @@ CORE = (
     "attempts",
     "recovery",
     "stop",
+    "consolidate",
     "pages",
     "plan_page",
     "live_state",

@@ -12,8 +12,9 @@ import pytest
 from soup_flows.data.command import main
 from soup_flows.data.lengths import Bin, count_packs, histogram, packed_padding_share, padded_share
 from soup_flows.data.page import markdown
-from soup_flows.data.report import prepare, report_on
+from soup_flows.data.report import report_on
 from soup_flows.errors import Refused
+from tests.encoded_rows import prepare
 
 ROWS = [
     {"instruction": "Name a colour", "output": "Blue"},

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from soup_flows import tasks
 from soup_flows.attempt import free_devices, run_attempt
 from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.launch import proc
-from soup_flows.launch.devices import Device
+from soup_flows.launch.devices import Device, core_slots
 from soup_flows.launch.leases import LEASE_DIR, holder, leased
 from soup_flows.launch.plan import LeaseSettings
+from soup_flows.report import TrainReport
+from soup_flows.spec import parse_spec
 from tests.launch.conftest import Launch, launch, until  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.ranks
@@ -194,3 +197,22 @@ def test_an_attempt_leases_and_says_so(
     assert f"Leased core-{core}" in caplog.text
     assert f'"core-{core}"' in launch.attempt.devices.read_text()
     assert holder(launch.folder / "locks", f"core-{core}") is None
+
+
+def test_a_run_that_waited_too_long_says_for_whom(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LEASE_DIR, str(tmp_path / "locks"))
+    values = parameters("ddp", tmp_path) | {"launcher": {"lease": "on", "max_wait_min": 0}}
+    cores = core_slots()
+    values["gpus"] = len(cores)
+    spec = parse_spec(values)
+    hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
+    plan = tasks.write_temp_config.fn(spec, hardware, tasks.resolve_sharding_config.fn(spec, hardware))
+    with leased(1, lambda: cores, "the-other-run"), pytest.raises(TrainingFailed) as failed:
+        tasks.launch_distributed_train.fn(plan)
+    assert failed.value.failure_class == "timeout"
+    assert f"{cores[0].id} is leased by run the-other-run" in failed.value.cause
+    report = TrainReport.load(failed.value.run_dir)
+    assert (report.state, report.failure_class) == ("failed", "timeout")
+    assert proc.marked(plan.run_id) == []

@@ -46,7 +46,8 @@ def test_a_run_leaves_its_config_report_and_log(
     assert isinstance(report, TrainReport)
 
     found = artifacts_of(state)
-    assert {"soup-train-config", "soup-train-report"} <= set(found)
+    assert {"soup-train-config", "soup-train-report", "soup-train-data"} <= set(found)
+    assert "192 of 192 rows are trained" in found["soup-train-data"]
     assert found["soup-train-config"]["plan"]["strategy"] == "zero2"  # a dict, not text in quotes
     page = found["soup-train-report"]
     assert "```mermaid" in page

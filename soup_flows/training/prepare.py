@@ -1,0 +1,116 @@
+"""Tokenise the data of a spec: `python -m soup_flows.training.prepare SPEC ANSWER`, started by the flow."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from soup_flows.child import answer
+from soup_flows.data.encoding import encode_source
+from soup_flows.data.formats import check_kept
+from soup_flows.data.prepare import (
+    TOKENIZER_PATTERNS,
+    PreparedData,
+    PreparedSource,
+    checked,
+    entry_of,
+    settings_of,
+    sources_of,
+)
+from soup_flows.data.reading import list_files
+from soup_flows.data.report import DataReport, Tally
+from soup_flows.data.store import lengths_of, stored, write_entry
+from soup_flows.errors import refuse
+from soup_flows.spec import TrainingSpec
+
+BYTES_PER_WORKER = 4 * 2**20
+"""Data below this size is tokenised before a second process has started."""
+WORKER_MEMORY = 400 * 2**20
+"""Bytes of memory reckoned for a worker; most of a forked process is shared."""
+
+
+def prepare_here(spec: TrainingSpec) -> PreparedData:
+    """Prepare the data of a spec in this process.
+
+    Raises:
+        Refused: as `soup_flows.data.prepare.prepare_data`.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+    folder = tokenizer_folder(spec)
+    tokenizer = load_tokenizer(spec)
+    found = []
+    for field, source in sources_of(spec):
+        entry = entry_of(spec, folder, source, field)
+        report = stored(entry, functools.partial(_tokenise, spec, tokenizer, entry, source, field))
+        found.append(PreparedSource(entry=str(entry), rows=len(lengths_of(entry)), report=report))
+    return checked(spec, found)
+
+
+def _tokenise(spec: TrainingSpec, tokenizer: Any, entry: Path, source: str, field: str) -> DataReport:
+    settings = settings_of(spec)
+    limit = None if settings.task == "pretrain" else spec.data.max_length  # documents are divided, not cut
+    tally = Tally(source, tokenizer, limit)
+    chunks = encode_source(source, tokenizer, settings, workers=worker_count(spec, source), field=field)
+    report = write_entry(entry, chunks, tally, tokenizer)
+    check_kept(source, report.rows_kept, tally.dropped, field=field)
+    return report
+
+
+def worker_count(spec: TrainingSpec, source: str) -> int:
+    """Return how many processes tokenise: by the size of the data, the cores and the free memory."""
+    size = sum(path.stat().st_size for path in list_files(source))
+    cores = len(os.sched_getaffinity(0))
+    room = psutil.virtual_memory().available // WORKER_MEMORY
+    return max(1, min(spec.data.workers or cores, size // BYTES_PER_WORKER, room))
+
+
+def tokenizer_folder(spec: TrainingSpec) -> Path:
+    """Return the local folder of the tokenizer; from the Hub only the files it needs are fetched.
+
+    Raises:
+        Refused: if the Hub cannot be reached or has no such model.
+    """
+    folder = Path(spec.model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(spec.model, allow_patterns=list(TOKENIZER_PATTERNS)))
+    except Exception as error:  # network, authorisation and naming errors alike
+        fix = "check the name, the network and HF_TOKEN, or give a local folder"
+        raise refuse("DATA023", "model", f"the tokenizer could not be fetched: {error}", fix) from None
+
+
+def load_tokenizer(spec: TrainingSpec) -> Any:
+    """Load the tokenizer; a missing pad token becomes the end-of-sequence token (it is never trained as padding).
+
+    Raises:
+        Refused: if there is no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    folder = str(tokenizer_folder(spec))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        fix = "give a folder with tokenizer.json"
+        raise refuse("DATA019", "model", f"{spec.model} holds no usable tokenizer: {words}", fix) from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        answer(
+            sys.argv[1:],
+            lambda text: prepare_here(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
+        )
+    )
