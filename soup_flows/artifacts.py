@@ -22,6 +22,7 @@ from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.pages import attempts_page, report_page, validation_page
+from soup_flows.plan_page import plan_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_KEY = "soup-train-config"
 REPORT_KEY = "soup-train-report"
+PLAN_KEY = "soup-train-plan"
 DATA_KEY = "soup-train-data"
 ATTEMPTS_KEY = "soup-train-attempts"
 VALIDATION_KEY = "soup-train-validation"
@@ -85,6 +87,13 @@ def save_data_report(report: DataReport) -> None:
     """Keep the data report as the markdown artifact `soup-train-data` of the current run."""
     create_artifact(
         DATA_KEY, "markdown", markdown(report), "Rows, drops, tokens, lengths, one row with its mask."
+    )
+
+
+def save_plan(plan: ShardingPlan) -> None:
+    """Keep `plan` as the markdown artifact `soup-train-plan` of the current run: all candidates, and why not."""
+    create_artifact(
+        PLAN_KEY, "markdown", plan_page(plan), "What will run, what else was considered, predicted memory."
     )
 
 

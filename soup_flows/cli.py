@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.accelerate_config import read_accelerate_config
+from soup_flows.cli_plan import add_arguments, plan_command
 from soup_flows.cli_runs import FAILED, GOOD, REFUSED, add_commands, print_json, run_flow
 from soup_flows.data.command import main as data_main
 from soup_flows.errors import Problem, Refused, refuse
-from soup_flows.hardware import Hardware, detect, doctor, render
+from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
-from soup_flows.sharding import make_plan
 from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.validation import apply_fixes, count_rows, validate
 from soup_flows.validation.explain import explain, is_known
 
 _FLAT = (
@@ -74,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
     _spec_arguments(plan)
     plan.add_argument("--accelerate-config", metavar="FILE", help="take the settings of an accelerate YAML")
-    plan.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
+    add_arguments(plan)
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
@@ -172,21 +171,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.accelerate_config:
         found, problems = read_accelerate_config(arguments.accelerate_config)
         values = _merged(found, values)
-    spec = parse_spec(values)
-    hardware = _recorded(arguments.hardware) if arguments.hardware else detect(spec.device, [spec.output_dir])
-    plan = make_plan(spec, hardware, count_rows(spec))
-    plan, mended = apply_fixes(spec, hardware, plan)
-    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
-    problems += validate(spec, hardware, plan, local=not arguments.hardware)
-    refused = any(problem.severity == "error" for problem in problems)
+    value, text, problems = plan_command(parse_spec(values), arguments, problems)
     if arguments.json:
-        print_json({"plan": plan.model_dump(mode="json"), "problems": [p.model_dump() for p in problems]})
+        print_json(value)
     else:
-        from soup_flows.pages import plan_text
-
-        print(plan_text(plan))
+        print(text)
         _print_problems(problems)
-    return REFUSED if refused else GOOD
+    return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -208,16 +199,6 @@ def _explain(arguments: argparse.Namespace) -> int:
     else:
         print(text)
     return GOOD
-
-
-def _recorded(name: str) -> Hardware:
-    """Read a machine that `doctor --json` printed."""
-    try:
-        value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
-        return Hardware.model_validate(value.get("hardware", value))
-    except (OSError, ValueError, AttributeError) as error:
-        message = f"{name!r} is not a recorded machine: {str(error).splitlines()[0]}"
-        raise refuse("CLI003", "--hardware", message, "record one with soup-flows doctor --json") from None
 
 
 def _presets(arguments: argparse.Namespace) -> int:

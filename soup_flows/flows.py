@@ -15,6 +15,7 @@ from prefect.states import Cancelled
 from soup_flows.artifacts import (
     RunConfig,
     save_attempts,
+    save_plan,
     save_report,
     save_run_config,
     save_validation,
@@ -28,6 +29,7 @@ from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
+from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     DataSettings,
     DeepSpeedPreset,
@@ -130,7 +132,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
             save_report(finished)
             return finished
-        hardware = detect_hardware(spec.device, [spec.output_dir])
+        hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
         rows = reconcile(paths, spec.recovery)
         check_restarts(rows, spec.recovery, paths.root)
         change = rows[-1].change if rows else Change()
@@ -138,7 +140,8 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             change.apply(spec), hardware
         )  # what cannot be planned is refused before a row is read
         data = prepare_dataset(spec)
-        plan = resolve_sharding_config(change.apply(spec), hardware, data)
+        plan = resolve_sharding_config(change.apply(spec), hardware, data, last_plan(paths) if rows else None)
+        save_plan(plan)
         problems = validate_strategy(change.apply(spec), hardware, plan)
         save_validation(problems, spec.validation.silence)
         launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
@@ -171,11 +174,19 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             decision = move_weights(paths, decision, report.total_steps)
         change = decision.change
         try:
-            plan = resolve_sharding_config(change.apply(spec), hardware, data)
+            plan = resolve_sharding_config(change.apply(spec), hardware, data, plan)
             launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
         except Refused:  # the attempt before it is what ended the run
             save_report(report)
             raise
+
+
+def last_plan(paths: RunPaths) -> ShardingPlan | None:
+    """Return the plan of the run's last attempt; None if there is none that can be read."""
+    try:
+        return ShardingPlan.model_validate_json(paths.plan.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _check_output_outlives_the_run(spec: TrainingSpec) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 from soup_flows.errors import Problem
 from soup_flows.proof import Proof
 from soup_flows.report import TrainReport
-from soup_flows.sharding import ShardingPlan
+from soup_flows.sharding.words import plan_rows
 
 T = TypeVar("T")
 
@@ -92,36 +92,6 @@ def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) ->
     return "\n\n".join(parts) + "\n"
 
 
-def plan_rows(plan: ShardingPlan) -> list[tuple[str, object, str | None]]:
-    """Return the plan's values, each automatic one with its reason."""
-    batch, why = plan.batch, plan.reasons
-    rows: list[tuple[str, object, str | None]] = [
-        ("strategy", plan.strategy, plan.reason),
-        ("ranks", f"{plan.world_size} × {plan.device}", why.get("world_size")),
-        ("dtype", plan.dtype, why.get("dtype")),
-        ("optimizer", plan.optimizer, why.get("optimizer")),
-        (
-            "rows per optimizer step",
-            f"{batch.global_batch_size} = {batch.per_device_train_batch_size} per rank and pass "
-            f"× {batch.gradient_accumulation_steps} passes × {batch.world_size} ranks",
-            why.get("batch"),
-        ),
-        ("config", plan.config_source, None),
-    ]
-    if plan.steps is not None:
-        counted = f"{plan.steps.total_steps}, of them {plan.steps.warmup_steps} warm-up"
-        rows.append(
-            ("optimizer steps", counted, f"{plan.rows} rows, {plan.steps.steps_per_epoch} steps an epoch")
-        )
-    return rows
-
-
-def plan_text(plan: ShardingPlan) -> str:
-    """Return the plan for a terminal."""
-    lines = [f"{name:<24} {value}" + (f"   ({why})" if why else "") for name, value, why in plan_rows(plan)]
-    return "\n".join([*lines, *(f"adapted: {note}" for note in plan.notes)])
-
-
 def _what_ran(report: TrainReport) -> str:
     """Show the plan, each automatic value with its reason."""
     plan = report.plan
@@ -131,7 +101,7 @@ def _what_ran(report: TrainReport) -> str:
         rows.append(("rows", f"{report.train_rows} trained, {report.eval_rows} held out", None))
     text = "## What ran\n\n" + table(("", "value", "why"), rows)
     if plan.notes:
-        text += "\n\nAdapted values:\n\n" + "\n".join(f"- {note}" for note in plan.notes)
+        text += "\n\nNotes:\n\n" + "\n".join(f"- {note}" for note in plan.notes)
     return text
 
 
@@ -196,18 +166,33 @@ def thin(points: Sequence[T], most: int) -> list[T]:
 
 
 def _memory(report: TrainReport) -> str:
-    """Show each rank's peak memory."""
+    """Show each rank's peak memory, and the prediction where there is one."""
+    predicted = report.plan.memory if report.plan is not None and report.plan.device == "cuda" else None
     rows = [
         (
             m.rank,
             _gib(m.host_peak_bytes),
             _gib(m.device_peak_allocated_bytes),
             _gib(m.device_peak_reserved_bytes),
+            _against(predicted.allocated_bytes, m.device_peak_allocated_bytes) if predicted else None,
         )
         for m in report.memory
     ]
-    head = ("rank", "host peak", "GPU peak, allocated", "GPU peak, reserved")
-    return "## Memory\n\n" + table(head, rows)
+    head = ("rank", "host peak", "GPU peak, allocated", "GPU peak, reserved", "predicted, allocated")
+    text = "## Memory\n\n" + table(head, rows)
+    if predicted is None:
+        return text
+    low, high = _gib(predicted.low_bytes), _gib(predicted.high_bytes)
+    return (
+        f"{text}\n\nThe prediction is for rows of full length that are trained on whole, an upper bound for "
+        f"shorter ones; likely {low} to {high} ({predicted.confidence} confidence)."
+    )
+
+
+def _against(predicted: int, measured: int | None) -> str:
+    """Show a prediction, and how far it is from what was measured."""
+    off = f" ({predicted / measured - 1:+.0%})" if measured else ""
+    return f"{_gib(predicted)}{off}"
 
 
 def attempts_page(report: TrainReport, decision: str = "") -> str:

@@ -104,7 +104,7 @@ def _smaller(settings: RecoverySettings, plan: ShardingPlan, last: Attempt) -> D
             "the same rows per step, so the result is kept",
             per_device_train_batch_size=fewer,
         )
-    elif not change.gradient_checkpointing:
+    elif not (change.gradient_checkpointing or plan.gradient_checkpointing):
         change = change.then(
             "activations are recomputed (gradient checkpointing); the result is kept",
             gradient_checkpointing=True,

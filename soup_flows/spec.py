@@ -89,8 +89,9 @@ class TrainingSettings(Group):
     """`auto`: bf16 where the GPU has it (compute capability 8.0), else fp16; fp32 on CPU."""
     optimizer: Literal["auto", "adamw_torch", "adamw_torch_fused"] = Field("auto", title="Optimizer")
     """`auto`: fused AdamW on GPUs, plain AdamW on CPU and under CPU off-load of FSDP."""
-    gradient_checkpointing: bool = Field(False, title="Gradient checkpointing")
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["auto"] = Field("auto", title="Gradient checkpointing")
+    """Recompute activations in the backward pass: less memory, about a third more time. `auto`: where the
+    prediction says that it is needed or pays."""
     seed: int = Field(42, ge=0, lt=2**31, title="Seed")
     """Seed of weights, dropout and data order."""
     logging_steps: int = Field(1, ge=1, title="Log every n optimizer steps")

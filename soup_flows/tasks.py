@@ -91,10 +91,12 @@ def prepare_dataset(spec: TrainingSpec) -> PreparedData:
     return data
 
 
-def plan_or_explain(spec: TrainingSpec, hardware: Hardware, rows: int | None = None) -> ShardingPlan:
+def plan_or_explain(
+    spec: TrainingSpec, hardware: Hardware, rows: int | None = None, kept: ShardingPlan | None = None
+) -> ShardingPlan:
     """Return the plan; where there is none, say everything else that is wrong with the spec too."""
     try:
-        return make_plan(spec, hardware, rows)
+        return make_plan(spec, hardware, rows, kept=kept)
     except Refused as refused:
         raise _with_others(refused, spec) from None
 
@@ -107,7 +109,10 @@ def _with_others(refused: Refused, spec: TrainingSpec) -> Refused:
 
 @task(name="resolve sharding config", cache_policy=NO_CACHE)
 def resolve_sharding_config(
-    spec: TrainingSpec, hardware: Hardware, data: PreparedData | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    data: PreparedData | None = None,
+    kept: ShardingPlan | None = None,
 ) -> ShardingPlan:
     """Turn what was asked into what every rank will run.
 
@@ -115,12 +120,13 @@ def resolve_sharding_config(
         spec: what was asked.
         hardware: the machine.
         data: what `prepare dataset` returned; without it the rows are counted without a tokenizer.
+        kept: the plan of the attempt before; a strategy that was chosen then is kept.
 
     Raises:
         Refused: with every field that cannot be planned, and the nearest value that can.
     """
     hardware = free_now(spec, hardware)
-    plan = plan_or_explain(spec, hardware, count_rows(spec) if data is None else data.train_rows)
+    plan = plan_or_explain(spec, hardware, count_rows(spec) if data is None else data.train_rows, kept)
     plan, mended = apply_fixes(spec, hardware, plan)
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     batch = plan.batch
@@ -135,8 +141,9 @@ def resolve_sharding_config(
         batch.world_size,
         f"{plan.steps.total_steps} steps" if plan.steps else "steps unknown before the launch",
     )
+    _logger().info("Why %s: %s", plan.strategy, plan.reason)
     for note in plan.notes:
-        _logger().info("Adapted: %s", note)
+        _logger().info("Note: %s", note)
     return plan
 
 

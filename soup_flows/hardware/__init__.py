@@ -6,6 +6,7 @@ plan is made for; it can be recorded as JSON on one machine and planned for on a
 
 from soup_flows.hardware.detect import detect
 from soup_flows.hardware.doctor import doctor
+from soup_flows.hardware.imagined import imagined
 from soup_flows.hardware.nvml import NvmlProbe
 from soup_flows.hardware.probe import GpuReading, MigSlice, NvidiaReading, NvLink, Probe, RecordedProbe
 from soup_flows.hardware.render import render
@@ -38,5 +39,6 @@ __all__ = [
     "Vendor",
     "detect",
     "doctor",
+    "imagined",
     "render",
 ]

@@ -51,9 +51,12 @@ def layer_bytes(
     e, full = setup.element, setup.method == "full"
     keeps_inputs = full or (setup.inputs_saved_by_quantized and setup.method == "qlora")
     norm = _norm_bytes(layer, hidden, keeps_inputs, setup)
-    grouped = setup.attention == "flash_attention_2"  # else keys and values are expanded to every head
+    # else keys and values are expanded to every head
+    grouped = setup.attention in ("flash_attention_2", "rows")
     keys, values = (layer.k_width, layer.v_width) if grouped else (layer.q_width, layer.out_width)
     attention: float = e * (layer.q_width + keys + values + layer.out_width) + 4 * layer.heads
+    if setup.attention == "rows" and keeps_inputs:
+        attention += e * layer.out_width  # the rows' outputs, and their copy in one tensor
     if layer.fused_qkv and (grouped or layer.k_width == layer.q_width):
         attention += e * (layer.q_width + layer.k_width)
     attention += layer.qk_norm_width * ((4 if e == 2 else 0) + (4 if layer.wide_norm else e) * full)

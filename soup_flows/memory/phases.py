@@ -130,6 +130,10 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
     logits = act.logits
     if cast_forward > cast_kept:  # the cache ends with the forward pass; then the loss still holds 10 of 12
         logits = max(logits, logits * 10 / 12 + cast_forward - cast_kept)
+    at_loss = buf.root + buf.kept + gathered
+    if setup.loss_outside and setup.fsdp and setup.strategy != "shard_grad":
+        # gathered again when the gradient of the logits arrives: half of the loss's workspace is gone by then
+        at_loss = max(0.0, buf.root - logits / 2)
     # Sharded, the embedding's and the head's gradients are reduced together at the very end; else the head's
     # come first and the embedding's last.
     pending = model.outer_parameters if whole_grads else model.embedding_parameters if full else 0
@@ -142,7 +146,7 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
             activations=act.saved + act.outer,
             logits=logits,
             autocast_copies=cast_kept,
-            communication=buf.root + buf.kept + gathered,
+            communication=at_loss,
         ),
         "first_layer": at(
             gradients=max(carried, early),

@@ -110,10 +110,10 @@ class Setup(BaseModel):
     """The optimizer steps as each gradient appears, so that gradients are never all alive."""
     gradient_checkpointing: bool | Literal["selective"] = False
     """True: keep each layer's input only; `selective`: keep about half of what a layer saves."""
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    attention: Literal["sdpa", "flash_attention_2", "rows", "eager"] = "sdpa"
     """`sdpa` expands grouped keys and values to every head when a batch is padded, which is assumed
-    (transformers 5.24, `integrations/sdpa_attention.py`); `flash_attention_2` does not; `eager` keeps
-    scores."""
+    (transformers 5.24, `integrations/sdpa_attention.py`); `flash_attention_2` does not; nor does `rows`, this
+    package's own attention over rows laid end to end, which copies its output; `eager` keeps scores."""
     loss: Loss = "full"
     """How cross-entropy is computed; see `LOGIT_BYTES`."""
     bytes_per_logit: float | None = Field(None, ge=0)
@@ -147,6 +147,8 @@ class Setup(BaseModel):
     """Quantised layers save their input although frozen (bitsandbytes of 2023 and 2024)."""
     outer_units: bool = False
     """FSDP: embedding and head are units of their own instead of one root unit."""
+    loss_outside: bool = False
+    """The loss is computed outside the model's forward pass, when FSDP has freed all it gathered."""
     reduce_fp32: bool = False
     """FSDP reduces gradients in fp32; accelerate reduces in the compute dtype."""
     offload: tuple[Offload, ...] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.parallelism_config import ParallelismConfig
 from transformers import TrainingArguments
 
 from soup_flows.batch import Steps
@@ -42,6 +43,11 @@ def training_arguments(
         engine["deepspeed"] = config_path
     elif plan.engine == "fsdp":
         engine.update(fsdp=True, fsdp_config=dict(plan.config))
+        if plan.parallelism is not None:
+            engine["parallelism_config"] = ParallelismConfig(**plan.parallelism)
+        # Else whole gradients pile up on every rank between micro batches, in the compute dtype (accelerate 1.15
+        # `no_sync`); reduced each time, they stay sharded and are summed in the parameters' own fp32.
+        engine["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if train.task == "dpo":
         from trl import DPOConfig
 
@@ -62,8 +68,8 @@ def training_arguments(
         bf16=plan.dtype == "bf16",
         fp16=plan.dtype == "fp16",
         use_cpu=on_cpu,
-        activation_checkpointing=train.gradient_checkpointing,
-        activation_checkpointing_kwargs={"use_reentrant": False} if train.gradient_checkpointing else None,
+        activation_checkpointing=plan.gradient_checkpointing,
+        activation_checkpointing_kwargs={"use_reentrant": False} if plan.gradient_checkpointing else None,
         seed=train.seed,
         data_seed=train.seed,
         logging_steps=train.logging_steps,

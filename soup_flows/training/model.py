@@ -69,6 +69,8 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = Non
     if not spec.trains_adapters or spec.training.task == "dpo":
         return model  # TRL puts the adapters itself, to use the model without them as the reference
     adapted = add_adapters(model, spec)
+    if plan.gradient_checkpointing:
+        adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
     if weights:
         load_adapters(adapted, Path(weights))
     return adapted
@@ -168,8 +170,6 @@ def add_adapters(model: PreTrainedModel, spec: TrainingSpec) -> Any:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(model.dtype)
-    if spec.training.gradient_checkpointing:
-        adapted.enable_input_require_grads()  # frozen embeddings give the checkpoints nothing to differentiate
     return adapted
 
 

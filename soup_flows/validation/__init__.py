@@ -18,7 +18,7 @@ from soup_flows.deepspeed import load_deepspeed_config
 from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware
 from soup_flows.hardware.doctor import doctor
-from soup_flows.sharding import ShardingPlan
+from soup_flows.sharding import ShardingPlan, memory_problems
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation import (
     batch,
@@ -102,6 +102,7 @@ def validate(
     for rule in RUN_RULES:
         if local or not rule.local:
             problems += rule.apply(context)
+    problems += memory_problems(spec, plan)
     if plan.engine == "deepspeed" and spec.deepspeed_config is not None:
         problems += check_deepspeed_config(plan.config, context)
     if plan.engine == "fsdp":

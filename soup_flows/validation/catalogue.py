@@ -32,6 +32,18 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "PLAN009": ("There is no such model folder", "give a folder or a Hub id"),
     "PLAN010": ("The model folder has no config.json", "give a folder made by save_pretrained()"),
     "PLAN011": ("The model's config.json cannot be read", "save the model again"),
+    "PLAN020": (
+        "The predicted memory does not fit this machine",
+        "use the settings the message names; soup-flows plan shows all candidates",
+    ),
+    "PLAN021": (
+        "Reading the weights may take more host memory than there is",
+        "use a machine with more memory, or a preset of ZeRO-3, where one rank reads",
+    ),
+    "PLAN022": (
+        "What fits cannot be said without the model's shapes",
+        "give a folder with the model's config.json",
+    ),
     "BATCH001": ("A number of the batch arithmetic is out of range", "the message names the range"),
     "BATCH002": (
         "The global batch cannot be split evenly over the ranks",

@@ -75,7 +75,7 @@ def ladder(tmp_path: Path, **settings: Any) -> list[tuple[str, int, int, bool]]:
                 made.strategy,
                 batch.per_device_train_batch_size,
                 batch.gradient_accumulation_steps,
-                now.training.gradient_checkpointing,
+                made.gradient_checkpointing,
             )
         )
         rows.append(row(len(rows) + 1, "cuda_oom", change=change, good_step=4))

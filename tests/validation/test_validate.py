@@ -104,7 +104,7 @@ def test_fixes_mend_presets_and_say_so(tmp_path: Path) -> None:
     assert block["buffer_size"] == 10_000_000
     assert block["pin_memory"] is False
     assert [note.split(":")[0] for note in notes] == ["DS005", "DS008"]
-    assert len(mended.notes) == len(notes)
+    assert len(mended.notes) == len(context.plan.notes) + len(notes)
     left = {p.id for p in validate(context.spec, context.hardware, mended, environ={})}
     assert left.isdisjoint({"DS005", "DS008"})
     assert apply_fixes(context.spec, context.hardware, mended, environ={}) == (mended, [])

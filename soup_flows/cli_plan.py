@@ -1,0 +1,122 @@
+"""`soup-flows plan`: what would run, here or on machines that are not here; starts and writes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from soup_flows.errors import Problem, refuse
+from soup_flows.hardware import Hardware, detect, imagined
+from soup_flows.launch.plan import build_launch_plan
+from soup_flows.paths import RunPaths
+from soup_flows.plan_page import fit_text, plan_terminal
+from soup_flows.sharding import ShardingPlan, make_plan
+from soup_flows.sharding.fit import fit
+from soup_flows.sharding.trace import trace_plan
+from soup_flows.spec import TrainingSpec
+from soup_flows.validation import apply_fixes, count_rows, validate
+
+PREVIEW = "RUN-ID"
+"""Stands for the run's name in a launch that is only shown."""
+GPUS_PER_MACHINE = 8
+"""GPUs of an imagined machine where `--gpus` does not say."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `plan` has."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
+    where.add_argument("--gpu", metavar="NAME", help="plan for --gpus of this kind, such as h100-80gb")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines with --gpus GPUs each")
+    parser.add_argument(
+        "--fit", action="store_true", help="what fits: longest rows, micro batch, fewest GPUs"
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="check the memory by tracing the model's code (some seconds, no GPU)",
+    )
+
+
+def plan_command(
+    spec: TrainingSpec, arguments: argparse.Namespace, known: Sequence[Problem] = ()
+) -> tuple[dict[str, Any], str, list[Problem]]:
+    """Plan and validate.
+
+    Args:
+        spec: what was asked.
+        arguments: `hardware`, `gpu`, `nodes`, `fit`, `trace`.
+        known: problems that reading the spec found.
+
+    Returns:
+        The JSON object, the text for a terminal, and the problems.
+
+    Raises:
+        Refused: what cannot be planned.
+    """
+    hardware = _machine(spec, arguments)
+    if arguments.fit:
+        answer = fit(spec, hardware, arguments.nodes)
+        return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
+    plan = make_plan(spec, hardware, count_rows(spec), arguments.nodes)
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
+    here = not (arguments.hardware or arguments.gpu)
+    problems = [*known, *validate(spec, hardware, plan, local=here)]
+    value: dict[str, Any] = {
+        "plan": plan.model_dump(mode="json", exclude={"memory", "candidates"}),
+        "memory": plan.memory.model_dump(mode="json") if plan.memory else None,
+        "candidates": [c.model_dump(mode="json") for c in plan.candidates],
+        "problems": [problem.model_dump() for problem in problems],
+        "launch": launch_preview(spec, hardware, plan),
+    }
+    text = plan_terminal(plan)
+    if arguments.trace:
+        traced = trace_plan(spec, hardware, plan)
+        value["trace"] = traced.model_dump(mode="json")
+        text += f"\n\ntrace: {traced.verdict}"
+    return value, text, problems
+
+
+def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> dict[str, Any] | None:
+    """Return the command and environment that would start the ranks; None for several machines."""
+    if plan.nodes > 1:
+        return None
+    paths = RunPaths.of(spec.output_dir, PREVIEW)
+    launch = build_launch_plan(
+        paths=paths,
+        run_id=PREVIEW,
+        attempt=1,
+        nproc_per_node=plan.ranks_per_node,
+        device=plan.device,
+        config_path=str(paths.temp / "deepspeed_config.json") if plan.config else None,
+        omp_num_threads=spec.launcher.omp_num_threads or max(1, hardware.cpu_cores // plan.ranks_per_node),
+        stop_budget_s=spec.launcher.stop_budget_s,
+        timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
+        cuda_visible_devices=",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
+        if plan.device == "cuda"
+        else None,
+    )
+    return launch.model_dump(mode="json")
+
+
+def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:
+    """Return the machine to plan for: recorded, imagined, or this one."""
+    if arguments.hardware:
+        return _recorded(arguments.hardware)
+    if arguments.gpu:
+        return imagined(arguments.gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
+    return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])
+
+
+def _recorded(name: str) -> Hardware:
+    """Read a machine that `doctor --json` printed."""
+    try:
+        value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        return Hardware.model_validate(value.get("hardware", value))
+    except (OSError, ValueError, AttributeError) as error:
+        message = f"{name!r} is not a recorded machine: {str(error).splitlines()[0]}"
+        raise refuse("CLI003", "--hardware", message, "record one with soup-flows doctor --json") from None

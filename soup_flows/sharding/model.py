@@ -1,0 +1,56 @@
+"""The model as far as the planner knows it: from a local folder, never from its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from soup_flows.architecture import Architecture, from_folder
+from soup_flows.errors import Refused, refuse
+
+
+def read_model_config(model: str) -> dict[str, Any] | None:
+    """Return a local model folder's `config.json`, or None for a Hub id.
+
+    Raises:
+        Refused: if `model` is a folder without a readable `config.json`, or looks like a path that is missing.
+    """
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+            raise refuse(
+                "PLAN009", "model", f"there is no folder {model!r}", "give a model folder or a Hub id"
+            )
+        return None
+    file = folder / "config.json"
+    if not file.is_file():
+        raise refuse(
+            "PLAN010", "model", f"{model!r} has no config.json", "give a folder made by save_pretrained()"
+        )
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise refuse(
+            "PLAN011",
+            "model",
+            f"{file} cannot be read: {error}",
+            "save the model again with save_pretrained()",
+        ) from None
+    if not isinstance(value, dict):
+        raise refuse("PLAN011", "model", f"{file} is not a JSON object", "save the model again")
+    return value
+
+
+def known_model(model: str) -> tuple[Architecture | None, str]:
+    """Return the shapes of a local model folder, or None and a sentence that says why there are none.
+
+    What is wrong with the folder is reported by the validation, not here.
+    """
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        return None, "memory was not predicted: the model's config.json is not on this machine"
+    try:
+        return from_folder(folder), ""
+    except Refused as refused:
+        return None, f"memory was not predicted: {refused.problems[0].message}"

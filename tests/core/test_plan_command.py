@@ -1,0 +1,76 @@
+"""`soup-flows plan`: what it prints, for this machine and for machines that are not here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from soup_flows.cli import GOOD, REFUSED, main
+from soup_flows.report import RankMemory, TrainReport
+from soup_flows.sharding import ShardingPlan
+
+MODELS = Path(__file__).parents[1] / "data" / "models"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "one", "completion": "two"}\n' * 40)
+    return ["--dataset", str(data), "--output-dir", str(tmp_path / "out")]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = main(["plan", *arguments, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_one_object_with_everything(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(MODELS / "llama-8b")]
+    code, value = run(capsys, *model, *arguments, "--gpu", "h100-80gb", "--gpus", "8")
+    assert code == GOOD
+    assert set(value) == {"plan", "memory", "candidates", "problems", "launch"}
+    assert value["plan"]["strategy"] == value["candidates"][0]["strategy"] == "shard_grad"
+    assert value["memory"]["allocated_bytes"] == value["candidates"][0]["allocated_bytes"]
+    assert value["launch"]["nproc_per_node"] == 8
+    assert "soup_flows.training" in value["launch"]["argv"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_nodes_and_a_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(MODELS / "llama-8b"), "--set", "training.global_batch_size=32"]
+    code, value = run(capsys, *model, *arguments, "--gpu", "a100", "--gpus", "8", "--nodes", "2")
+    assert code == GOOD
+    assert (value["plan"]["world_size"], value["plan"]["nodes"], value["launch"]) == (16, 2, None)
+    assert main(["plan", *model, *arguments, "--gpu", "a100", "--fit"]) == GOOD
+    assert "longest rows" in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_fit_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(MODELS / "llama-8b")]
+    code, value = run(capsys, *model, *arguments, "--gpu", "rtx-4090", "--gpus", "1", "--strategy", "single")
+    assert code == REFUSED
+    assert [p["id"] for p in value["problems"] if p["severity"] == "error"] == ["PLAN020"]
+    assert not value["candidates"][0]["fits"]
+    code, value = run(capsys, *model, *arguments, "--gpu", "h10", "--gpus", "1")
+    assert code == REFUSED
+    assert "h100" in value["problems"][0]["fix"]
+
+
+def test_the_report_holds_the_prediction_against_the_measurement(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from soup_flows.pages import report_page
+
+    _, value = run(capsys, "--model", str(MODELS / "qwen2-0.5b"), *arguments, "--gpu", "h100", "--gpus", "1")
+    plan = ShardingPlan.model_validate(value["plan"] | {k: value[k] for k in ("memory", "candidates")})
+    assert plan.memory is not None
+    measured = RankMemory(
+        rank=0, host_peak_bytes=1, device_peak_allocated_bytes=round(plan.memory.allocated_bytes / 1.25)
+    )
+    report = TrainReport(run_id="r", run_dir="d", state="completed", plan=plan, memory=(measured,))
+    assert "(+25%)" in report_page(report)
