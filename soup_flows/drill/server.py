@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from prefect.workers.process import ProcessWorker
 from soup_flows.drill import LIMIT_S, DrillResult, Watch, parameters
 from soup_flows.drill.cases import DRILLS
 from soup_flows.launch.plan import PACKAGE_ROOT
+from soup_flows.launch.proc import PR_SET_PDEATHSIG, prctl
 from soup_flows.paths import RunPaths
 
 POOL = "soup-drill"
@@ -102,6 +104,7 @@ class Site:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     @staticmethod
@@ -184,6 +187,11 @@ class Site:
         with contextlib.suppress(httpx.HTTPError):
             return True if self.state(flow_run_id).is_final() else None
         return None
+
+
+def _end_with_parent() -> None:
+    """Let a server or worker end, and the worker its runs, even when the drill itself is killed."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> None:
