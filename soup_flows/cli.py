@@ -6,8 +6,10 @@ Exit codes: 0 good, 1 the run failed, 2 refused, 3 cancelled or stopped, 4 nothi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -267,10 +269,18 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    """Run the demo under the named preset."""
-    from soup_flows.demo import demo_parameters
+    """Run the demo under the named preset; its model is built while Prefect's server starts."""
+    from soup_flows.demo import demo_parameters, resolve_demo
 
-    return run_flow(demo_parameters(arguments.preset, arguments.output_dir), arguments.json)
+    values = demo_parameters(arguments.preset, arguments.output_dir)
+    spec = parse_spec(values)
+
+    def build() -> None:
+        with contextlib.suppress(Exception):  # the flow builds it again and says what is wrong
+            resolve_demo(spec)
+
+    threading.Thread(target=build, daemon=True, name="soup-build-demo").start()
+    return run_flow(values, arguments.json)
 
 
 def _print_problems(problems: Sequence[Problem]) -> None:

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,10 @@ _QUESTIONS = {
         "Summarise the method {name} for me.",
     ),
 }
+
+
+_BUILDING = threading.Lock()
+"""Held while the demo is built: the command starts that early, and the flow waits for it."""
 
 
 def build_demo_data(folder: Path) -> tuple[Path, Path]:
@@ -234,6 +239,12 @@ def resolve_demo(spec: TrainingSpec) -> TrainingSpec:
             raise refuse("DEMO003", field, f"there is no {value!r}", f"use {known!r}")
     if spec.model != DEMO_MODEL and spec.dataset != DEMO_DATASET:
         return spec
+    with _BUILDING:
+        return _built(spec)
+
+
+def _built(spec: TrainingSpec) -> TrainingSpec:
+    """Build what `spec` names of the demo, unless it is there, and put its paths in."""
     folder = Path(spec.output_dir).expanduser().absolute() / "demo"
     train_path, eval_path = build_demo_data(folder)
     changes: dict[str, Any] = {}
