@@ -1,5 +1,6 @@
 # make demo   a real 2-rank fine-tune as a Prefect flow        make demo PRESET=zero3
-# make test   the whole test suite                             make check   lint, types, fast tests
+# make test   the test suite                                   make check   lint, types, fast tests
+# make test-long   what `make test` leaves out: drills with a server, kills and resumes under every strategy, all methods
 PYTHON ?= python3
 VENV ?= .venv
 PRESET ?= zero2
@@ -9,13 +10,16 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 300
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test test-long check lint types clean
 
 demo: $(VENV)/installed
 	$(BIN)/soup-flows demo $(PRESET)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 check: lint types
 	$(BIN)/python -m pytest -m "not ranks and not server" -q -n 2 $(ARGS)

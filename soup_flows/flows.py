@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,9 +22,12 @@ from soup_flows.artifacts import (
     save_validation,
 )
 from soup_flows.attempts import check_restarts, reconcile
+from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Refused, TrainingFailed, refuse
+from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
+from soup_flows.hardware import Hardware
 from soup_flows.hooks import sweep_run
+from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
 from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
@@ -115,6 +119,29 @@ def soup_train(
     return run_training(dict(locals()))
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A run that was planned and not refused, and stands before its next attempt."""
+
+    run_id: str
+    paths: RunPaths
+    spec: TrainingSpec
+    """What was asked; `change` says what recovery made of it."""
+    hardware: Hardware
+    data: PreparedData
+    problems: Sequence[Problem]
+    change: Change
+    plan: ShardingPlan
+    launch: LaunchPlan
+
+    def with_change(self, change: Change) -> Ready:
+        """Plan the next attempt; the strategy is kept unless `change` names another."""
+        spec = change.apply(self.spec)
+        plan = resolve_sharding_config(spec, self.hardware, self.data, self.plan)
+        launch = write_temp_config(spec, self.hardware, plan, self.run_id, change, self.data)
+        return replace(self, change=change, plan=plan, launch=launch)
+
+
 def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     """Run the six tasks with `values` as the spec, again after failures that another attempt may survive.
 
@@ -123,44 +150,21 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     """
     run_id = runtime.flow_run.id or str(uuid4())
     try:
-        spec = parse_spec(values)
-        _check_output_outlives_the_run(spec)
-        spec = resolve_demo(spec)
-        paths = RunPaths.of(spec.output_dir, run_id)
-        spec, finished = begin(spec, paths)
-        if finished is not None:
-            get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
-            save_report(finished)
-            return finished
-        hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
-        rows = reconcile(paths, spec.recovery)
-        check_restarts(rows, spec.recovery, paths.root)
-        change = rows[-1].change if rows else Change()
-        plan_or_explain(
-            change.apply(spec), hardware
-        )  # what cannot be planned is refused before a row is read
-        data = prepare_dataset(spec)
-        plan = resolve_sharding_config(change.apply(spec), hardware, data, last_plan(paths) if rows else None)
-        save_plan(plan)
-        problems = validate_strategy(change.apply(spec), hardware, plan)
-        save_validation(problems, spec.validation.silence)
-        launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
+        ready = _make_ready(values, run_id)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
+    if isinstance(ready, TrainReport):
+        return ready
     while True:
-        save_run_config(RunConfig(spec=change.apply(spec), hardware=hardware, plan=plan, launch=launch))
-        attempt = launch_distributed_train.with_options(
-            task_run_name=f"launch distributed train, attempt {launch.attempt}"
-        )
         try:
-            report = attempt(launch, problems, change)
+            report = _attempt(ready)
         except TrainingFailed as failed:
             report = TrainReport.load(failed.run_dir)
-            decision = decide(spec.recovery, plan, report.ledger)
+            decision = decide(ready.spec.recovery, ready.plan, report.ledger)
             save_attempts(report, decision.reason)
-            get_run_logger().warning("Attempt %d: %s", launch.attempt, decision.reason)
-            if not decision.retry or wait(decision.wait_s, paths):
+            get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
+            if not decision.retry or wait(decision.wait_s, ready.paths):
                 save_report(report)
                 if report.failure_class == "cancelled" and cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.
@@ -170,15 +174,49 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             save_attempts(report)
             save_report(report)
             return report
-        if decision.change.strategy != change.strategy:
-            decision = move_weights(paths, decision, report.total_steps)
-        change = decision.change
+        if decision.change.strategy != ready.change.strategy:
+            decision = move_weights(ready.paths, decision, report.total_steps)
         try:
-            plan = resolve_sharding_config(change.apply(spec), hardware, data, plan)
-            launch = write_temp_config(change.apply(spec), hardware, plan, run_id, change, data)
+            ready = ready.with_change(decision.change)
         except Refused:  # the attempt before it is what ended the run
             save_report(report)
             raise
+
+
+def _make_ready(values: Mapping[str, Any], run_id: str) -> Ready | TrainReport:
+    """Detect, prepare, plan, validate and write; a report when this work is finished already."""
+    spec = parse_spec(values)
+    _check_output_outlives_the_run(spec)
+    spec = resolve_demo(spec)
+    paths = RunPaths.of(spec.output_dir, run_id)
+    spec, finished = begin(spec, paths)
+    if finished is not None:
+        get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
+        save_report(finished)
+        return finished
+    hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
+    rows = reconcile(paths, spec.recovery)
+    check_restarts(rows, spec.recovery, paths.root)
+    change = rows[-1].change if rows else Change()
+    asked = change.apply(spec)
+    plan_or_explain(asked, hardware)  # what cannot be planned is refused before a row is read
+    data = prepare_dataset(spec)
+    plan = resolve_sharding_config(asked, hardware, data, last_plan(paths) if rows else None)
+    save_plan(plan)
+    problems = validate_strategy(asked, hardware, plan)
+    save_validation(problems, spec.validation.silence)
+    launch = write_temp_config(asked, hardware, plan, run_id, change, data)
+    return Ready(run_id, paths, spec, hardware, data, problems, change, plan, launch)
+
+
+def _attempt(ready: Ready) -> TrainReport:
+    """Launch one attempt, as a task run that has its number in its name."""
+    spec = ready.change.apply(ready.spec)
+    save_run_config(RunConfig(spec=spec, hardware=ready.hardware, plan=ready.plan, launch=ready.launch))
+    named = launch_distributed_train.with_options(
+        task_run_name=f"launch distributed train, attempt {ready.launch.attempt}"
+    )
+    return named(ready.launch, ready.problems, ready.change)
 
 
 def last_plan(paths: RunPaths) -> ShardingPlan | None:

@@ -23,7 +23,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from tests.drills.submitting import submit_training
 
-pytestmark = [pytest.mark.server, pytest.mark.ranks]
+pytestmark = [pytest.mark.server, pytest.mark.ranks, pytest.mark.long]
 GENEROUS_S = 300
 
 

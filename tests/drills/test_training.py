@@ -13,7 +13,7 @@ from soup_flows.drill import DrillResult, drill
 from soup_flows.drill.cases import DRILLS
 from soup_flows.report import TrainReport
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 NAMES = [n for n, c in DRILLS.items() if not c.quick and not c.server]
 

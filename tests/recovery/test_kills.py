@@ -15,6 +15,7 @@ from tests.recovery.conftest import forked, kill_a_rank, wait_for
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.long
 def test_six_kills(tmp_path: Path, zygote: Path) -> None:
     seed = random.randrange(2**31)
     print("seed", seed)

@@ -19,7 +19,7 @@ from tests.recovery.conftest import (
     losses,
 )
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 
 LORA = {
     "training": {"method": "lora", "learning_rate": 1e-2},

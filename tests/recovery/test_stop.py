@@ -29,7 +29,7 @@ from tests.recovery.conftest import (
     wait_for,
 )
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.long]
 NO_SAVES = {"recovery": {"save_steps": 100}}
 
 

@@ -49,6 +49,7 @@ def request(folder: Path, out: Path, **more: object) -> Request:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dcp", "zero2", "zero3"])
 def test_the_folder_opens_and_holds_the_trained_weights(
     kind: str, sharded: Maker, assets: dict[str, str], tmp_path: Path
@@ -71,6 +72,7 @@ def test_the_folder_opens_and_holds_the_trained_weights(
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_a_whole_file_and_another_dtype_in_a_process(
     sharded: Maker, assets: dict[str, str], tmp_path: Path
 ) -> None:
@@ -85,6 +87,7 @@ def test_a_whole_file_and_another_dtype_in_a_process(
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_another_model_is_refused(sharded: Maker, assets: dict[str, str], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

@@ -41,6 +41,7 @@ def pairs(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("preset", "lora"),
     [
@@ -66,6 +67,7 @@ def test_adapters_train_save_and_open(finished: Runner, preset: str, lora: dict[
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(("preset", "method"), [("zero2", "full"), ("full_shard", "lora")])
 def test_dpo_prefers_the_chosen_answers(
     finished: Runner, pairs: dict[str, str], preset: str, method: str
@@ -83,6 +85,7 @@ def test_dpo_prefers_the_chosen_answers(
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_pretrain_learns_every_token(finished: Runner, assets: dict[str, str]) -> None:
     report = finished("zero1", task="pretrain", data={"max_length": 32})
     rows = len(Path(assets["dataset"]).read_text().splitlines())
@@ -91,6 +94,7 @@ def test_pretrain_learns_every_token(finished: Runner, assets: dict[str, str]) -
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_padded_rows_give_the_losses_of_packed_rows(finished: Runner) -> None:
     padded, packed = finished("ddp", data={"packing": False}), finished("ddp")
     assert [point.loss for point in padded.train] == pytest.approx(
@@ -100,6 +104,7 @@ def test_padded_rows_give_the_losses_of_packed_rows(finished: Runner) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_model_card_has_the_facts_and_no_path(finished: Runner, assets: dict[str, str]) -> None:
     report = finished("ddp")
     card = (Path(report.model) / "README.md").read_text()

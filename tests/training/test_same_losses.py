@@ -121,6 +121,7 @@ def test_a_row_of_its_own_fills_an_empty_micro_batch() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_losses_are_equal_on_1_2_and_4_ranks(finished: Runner) -> None:
     one = losses(finished("single"))
     four = finished("ddp", ranks=4)
@@ -130,6 +131,7 @@ def test_losses_are_equal_on_1_2_and_4_ranks(finished: Runner) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_losses_do_not_depend_on_the_micro_batch_and_a_second_run_is_equal(finished: Runner) -> None:
     assert losses(finished("ddp", per_device_train_batch_size=2)) == pytest.approx(
         losses(finished("ddp")), rel=1e-4

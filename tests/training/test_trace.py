@@ -17,6 +17,7 @@ CONFIG = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 81
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 @pytest.mark.parametrize(
     "values",
     [
