@@ -27,7 +27,12 @@ from soup_flows.launch.events import tail_events
 from soup_flows.ledger import read_ledger
 from soup_flows.report import TrainReport
 
-pytestmark = [pytest.mark.server, pytest.mark.ranks, pytest.mark.usefixtures("prefect_server")]
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.ranks,
+    pytest.mark.long,
+    pytest.mark.usefixtures("prefect_server"),
+]
 
 
 def shoot(output_dir: Path) -> None:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ranks
 
 SAME_LOSSES = ("single", "ddp", "zero1", "zero2", "zero3", "full_shard", "shard_grad")
 OTHERS = ("zero2_offload", "zero3_offload", "zero++", "full_offload", "hybrid_shard")
+EVERY = [*SAME_LOSSES, *(pytest.param(preset, marks=pytest.mark.long) for preset in OTHERS)]
 SHARDS_PARAMETERS = {
     "zero3",
     "zero3_offload",
@@ -40,7 +41,7 @@ def test_losses_do_not_depend_on_the_strategy(finished: Runner, preset: str) -> 
     assert found == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("preset", [*SAME_LOSSES, *OTHERS])
+@pytest.mark.parametrize("preset", EVERY)
 def test_proof_holds_what_the_preset_promises(finished: Runner, preset: str) -> None:
     report = finished(preset)
     assert report.state == "completed"
@@ -56,7 +57,7 @@ def test_proof_holds_what_the_preset_promises(finished: Runner, preset: str) -> 
         assert set(row.dtypes) == {"float32"}
 
 
-@pytest.mark.parametrize("preset", [*SAME_LOSSES, *OTHERS])
+@pytest.mark.parametrize("preset", EVERY)
 def test_model_opens_and_has_the_reported_loss(finished: Runner, assets: dict[str, str], preset: str) -> None:
     report = finished(preset)
     assert report.model is not None
