@@ -10,6 +10,7 @@ from soup_flows.errors import Problem
 from soup_flows.proof import Proof
 from soup_flows.report import TrainReport
 from soup_flows.sharding.words import plan_rows
+from soup_flows.units import gib
 
 T = TypeVar("T")
 
@@ -269,4 +270,4 @@ def _number(value: float | None) -> str:
 
 def _gib(value: int | None) -> str | None:
     """Format bytes as GiB."""
-    return None if value is None else f"{value / 2**30:.2f} GiB"
+    return None if value is None else gib(value, 2)

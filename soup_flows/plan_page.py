@@ -8,6 +8,7 @@ from soup_flows.pages import table
 from soup_flows.sharding import Candidate, ShardingPlan
 from soup_flows.sharding.fit import Fit, FitPoint
 from soup_flows.sharding.words import plan_rows, plan_text
+from soup_flows.units import gib
 
 GIB = 1 << 30
 TERMINAL_ROWS = 8
@@ -36,8 +37,10 @@ def plan_terminal(plan: ShardingPlan) -> str:
     """Return the plan for a terminal: values with reasons, memory, the nearest candidates."""
     lines = [plan_text(plan)]
     if plan.memory is not None and plan.room is not None:
-        parts = ", ".join(f"{name.replace('_', ' ')} {_gib(size)}" for name, size in _parts(plan.memory.step))
-        low, high = _gib(plan.memory.low_bytes), _gib(plan.memory.high_bytes)
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {gib(size, 2)}" for name, size in _parts(plan.memory.step)
+        )
+        low, high = gib(plan.memory.low_bytes, 2), gib(plan.memory.high_bytes, 2)
         lines += ["", f"peak, likely {low} to {high}: {parts}"]
     if plan.candidates:
         rows = [[str(cell) for cell in _row(c)] for c in plan.candidates[:TERMINAL_ROWS]]
@@ -57,7 +60,7 @@ def fit_text(answer: Fit) -> str:
         return (
             f"{name:<22} {value}   ({point.strategy}{on} on {point.gpus} GPU(s), micro batch "
             f"{point.per_device_train_batch_size}, rows of {point.max_length} tokens: "
-            f"{_gib(point.required_bytes)} each)"
+            f"{gib(point.required_bytes, 2)} each)"
         )
 
     longest, micro, fewest = answer.max_length, answer.per_device_train_batch_size, answer.gpus
@@ -82,9 +85,9 @@ def _row(c: Candidate) -> tuple[str, ...]:
         f"> {name}" if c.chosen else name,
         c.passes,
         "yes" if c.gradient_checkpointing else "no",
-        _gib(c.allocated_bytes),
-        _gib(c.required_bytes),
-        _gib(c.host_bytes) if c.host_bytes else "-",
+        gib(c.allocated_bytes, 2),
+        gib(c.required_bytes, 2),
+        gib(c.host_bytes, 2) if c.host_bytes else "-",
         f"{c.relative_cost:.2f}",
         c.why_not or "chosen",
     )
@@ -96,20 +99,21 @@ def _memory(plan: ShardingPlan) -> str:
     assert memory is not None
     names = dict.fromkeys([*memory.load, *memory.step])
     rows = [
-        (name.replace("_", " "), _gib(memory.load.get(name, 0)), _gib(memory.step.get(name, 0)))
+        (name.replace("_", " "), gib(memory.load.get(name, 0), 2), gib(memory.step.get(name, 0), 2))
         for name in names
         if memory.load.get(name) or memory.step.get(name)
     ]
-    rows.append(("**together**", _gib(memory.load_bytes), _gib(memory.allocated_bytes)))
-    free = f", of {_gib(room.device)} free" if room is not None else ""
+    rows.append(("**together**", gib(memory.load_bytes, 2), gib(memory.allocated_bytes, 2)))
+    free = f", of {gib(room.device, 2)} free" if room is not None else ""
     host = memory.host
-    away = f" On the host: up to {_gib(host.load)} while loading, {_gib(host.step)} while training" + (
-        f", {_gib(host.nvme)} on NVMe." if host.nvme else "."
+    away = f" On the host: up to {gib(host.load, 2)} while loading, {gib(host.step, 2)} while training" + (
+        f", {gib(host.nvme, 2)} on NVMe." if host.nvme else "."
     )
     return (
-        f"## Memory of one rank\n\nPeak {_gib(memory.allocated_bytes)} allocated, likely {_gib(memory.low_bytes)} to "
-        f"{_gib(memory.high_bytes)}, in the phase `{memory.peak_phase}`; with margin it needs "
-        f"{_gib(plan.candidates[0].required_bytes)}{free}. Confidence: {memory.confidence} "
+        f"## Memory of one rank\n\nPeak {gib(memory.allocated_bytes, 2)} allocated, likely "
+        f"{gib(memory.low_bytes, 2)} to {gib(memory.high_bytes, 2)}, "
+        f"in the phase `{memory.peak_phase}`; with margin it needs "
+        f"{gib(plan.candidates[0].required_bytes, 2)}{free}. Confidence: {memory.confidence} "
         f"({'; '.join(memory.reasons)}).{away}\n\n" + table(("component", "loading", "step"), rows)
     )
 
@@ -127,8 +131,3 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + "."
-
-
-def _gib(size: int) -> str:
-    """Return bytes as GiB."""
-    return f"{size / GIB:.2f} GiB"

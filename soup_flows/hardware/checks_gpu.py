@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from soup_flows.errors import Problem, Severity
 from soup_flows.hardware.values import Hardware, UnusedGpu
+from soup_flows.units import gib
 
 GIB = 1 << 30
 OWNERLESS_BYTES = 2 * GIB
@@ -18,11 +19,6 @@ P2P_FIXED = (550, 40, 7)
 def say(rule: str, severity: Severity, field: str, message: str, fix: str, source: str = "") -> Problem:
     """Return a problem; a shorthand for the checks."""
     return Problem(id=rule, severity=severity, field=field, message=message, fix=fix, source=source)
-
-
-def gib(size: int) -> str:
-    """Return a size in GiB as text."""
-    return f"{size / GIB:.1f} GiB"
 
 
 def driver(hw: Hardware) -> Iterator[Problem]:

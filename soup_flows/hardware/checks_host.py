@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from soup_flows.errors import Problem
-from soup_flows.hardware.checks_gpu import GIB, gib, say
+from soup_flows.hardware.checks_gpu import GIB, say
 from soup_flows.hardware.values import Hardware
+from soup_flows.units import gib
 
 MIN_SHM_BYTES = GIB
 """NCCL and DataLoader workers share memory there; Docker gives 64 MB by default (NVIDIA/nccl#290)."""

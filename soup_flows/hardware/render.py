@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from soup_flows.errors import Problem
 from soup_flows.hardware.values import Disk, Gpu, Hardware
+from soup_flows.units import gib
 
 WIDTH = 100
 GPU_HEAD = ("GPU", "name", "free / total GiB", "cap.", "bf16", "PCIe", "NVLink to", "ECC", "processes")
@@ -46,14 +47,14 @@ def _summary(hw: Hardware) -> list[tuple[str, ...]]:
     """Return the rows that describe the machine: what, reading, source."""
     memory = hw.host_memory
     limits = [
-        f"{name} {_gib(size)}"
+        f"{name} {gib(size)}"
         for name, size in (
             ("cgroup limit", memory.cgroup_limit_bytes),
             ("Slurm limit", memory.scheduler_limit_bytes),
         )
         if size is not None
     ]
-    detail = ", ".join([f"{_gib(memory.available_bytes)} of {_gib(memory.total_bytes)} available", *limits])
+    detail = ", ".join([f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} available", *limits])
     count = f"{len(hw.gpus)} GPU{'s' * (len(hw.gpus) != 1)}"
     driver = hw.driver_error or f"{hw.driver_version or '?'}, CUDA up to {hw.driver_cuda or '?'}"
     if hw.driver_error is None and hw.driver_version is None:
@@ -64,7 +65,7 @@ def _summary(hw: Hardware) -> list[tuple[str, ...]]:
         ("NVIDIA driver", driver, "driver_version"),
         ("visible devices", "all" if hw.visible_devices is None else hw.visible_devices, "visible_devices"),
         ("CPU cores", str(hw.cpu_cores), "cpu_cores"),
-        ("host memory", f"{_gib(memory.usable_bytes)} usable ({detail})", "host_memory"),
+        ("host memory", f"{gib(memory.usable_bytes)} usable ({detail})", "host_memory"),
         ("shared memory", _disk(hw.shm), "shm"),
         *((f"disk {disk.path}", _disk(disk), "disks") for disk in hw.disks),
         ("CUDA toolkit", hw.cuda_toolkit or "-", "cuda_toolkit"),
@@ -95,17 +96,13 @@ def _gpu(gpu: Gpu) -> tuple[str, ...]:
 def _disk(disk: Disk | None) -> str:
     if disk is None:
         return "-"
-    return f"{_gib(disk.free_bytes)} of {_gib(disk.total_bytes)} free, {disk.filesystem}"
+    return f"{gib(disk.free_bytes)} of {gib(disk.total_bytes)} free, {disk.filesystem}"
 
 
 def _memlock(hw: Hardware) -> str:
     if hw.memlock is None:
         return "?"
     return hw.memlock if isinstance(hw.memlock, str) else f"{hw.memlock // 1024} KiB"
-
-
-def _gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"
 
 
 def _table(rows: Sequence[Sequence[str]], head: bool = False) -> list[str]:

@@ -17,6 +17,7 @@ from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer, shard
 from soup_flows.sharding.costs import Rates, rates, step_cost
 from soup_flows.sharding.values import Candidate, Dtype, Room
 from soup_flows.spec import TrainingSpec
+from soup_flows.units import gib
 
 GIB = 1 << 30
 CPU_PROCESS = int(0.6 * GIB)
@@ -229,8 +230,3 @@ def all_candidates(case: Case) -> list[Candidate]:
         micros = sorted({*case.batch.micro_batches(size, DEFAULT_MICRO_BATCH), *free}, reverse=True)
         found += [case.candidate(strategy, size, m, on) for m in micros for on in (False, True)]
     return found
-
-
-def gib(size: int) -> str:
-    """Return bytes as GiB with one decimal."""
-    return f"{size / GIB:.1f} GiB"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from soup_flows.sharding.candidates import LEVELS, Case, gib
+from soup_flows.sharding.candidates import LEVELS, Case
 from soup_flows.sharding.values import Candidate
+from soup_flows.units import gib
 
 SHARDING_MUST_SAVE = 0.25
 """Share of a step that more sharding must be expected to save before it is taken where less of it fits. Costs

@@ -19,12 +19,13 @@ from soup_flows.sharding.asked import (
     decide_world,
     named_strategy,
 )
-from soup_flows.sharding.candidates import Case, all_candidates, gib
+from soup_flows.sharding.candidates import Case, all_candidates
 from soup_flows.sharding.choose import choose, why_checkpointing, why_micro_batch
 from soup_flows.sharding.config import engine_config
 from soup_flows.sharding.model import known_model
 from soup_flows.sharding.values import Candidate, Room, ShardingPlan, engine_of
 from soup_flows.spec import TrainingSpec
+from soup_flows.units import gib
 
 
 @dataclass

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from soup_flows.errors import Problem
-from soup_flows.sharding.candidates import gib
 from soup_flows.sharding.values import HOST_BOUND, Candidate, Room, ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.units import gib
 
 SOURCE = "soup_flows.memory, docs/memory.md"
 

@@ -8,11 +8,11 @@ import sys
 
 from soup_flows.hardware import Hardware
 from soup_flows.memory.phases import WORKSPACE
-from soup_flows.sharding.candidates import gib
 from soup_flows.sharding.model import read_model_config
 from soup_flows.sharding.plan import read_case
 from soup_flows.sharding.values import ShardingPlan, Value
 from soup_flows.spec import TrainingSpec
+from soup_flows.units import gib
 
 AGREE = 0.1
 """Difference up to which the prediction stands; beyond it the larger figure counts."""

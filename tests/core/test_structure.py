@@ -16,6 +16,7 @@ PACKAGE = ROOT / "soup_flows"
 
 # Each may import only what stands before it.
 CORE = (
+    "units",
     "errors",
     "paths",
     "child",
