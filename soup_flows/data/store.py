@@ -91,11 +91,20 @@ def write_entry(entry: Path, chunks: Iterator[Chunk], tally: Tally, tokenizer: A
 
 @contextmanager
 def one_writer(entry: Path) -> Iterator[None]:
-    """Hold the lock of an entry, so that two runs with the same data tokenise it once."""
+    """Hold the lock of an entry, so that two runs with the same data tokenise it once.
+
+    Refused data leaves nothing behind. A run that waited on a removed lock may then work beside a newer one:
+    both rename a whole entry into place, so that this costs time and nothing else.
+    """
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with entry.with_suffix(".lock").open("w") as file:
+    lock = entry.with_suffix(".lock")
+    with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            if not entry.exists():
+                lock.unlink(missing_ok=True)
 
 
 def stored(entry: Path, make: Callable[[], DataReport]) -> DataReport:
