@@ -33,6 +33,7 @@ from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
+from soup_flows.roots import problems_with_roots
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     DataSettings,
@@ -248,7 +249,8 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
     """Keep why the run was refused: in its run directory, where that can be written, and as an artifact."""
     output_dir = values.get("output_dir")
     default = str(TrainingSpec.model_fields["output_dir"].default)
-    paths = RunPaths.of(output_dir if isinstance(output_dir, str) and output_dir else default, run_id)
+    folder = output_dir if isinstance(output_dir, str) and output_dir else default
+    paths = RunPaths.of(folder, run_id)
     report = TrainReport(
         run_id=run_id,
         run_dir=str(paths.root),
@@ -258,6 +260,8 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         problems=refused.problems,
     )
     try:
+        if problems_with_roots({"output_dir": str(paths.root)}):
+            raise PermissionError(folder)
         report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})

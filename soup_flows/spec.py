@@ -5,11 +5,13 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from soup_flows.errors import Problem, Refused, nearest
+from soup_flows.roots import problems_with_roots
 
 DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
@@ -255,6 +257,20 @@ class TrainingSpec(Group):
             raise ValueError("true and false are not numbers of GPUs")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
+    def local_paths(self) -> dict[str, str]:
+        """Return the fields that may name files of this machine, with what was given for them."""
+        named = {
+            "model": self.model,
+            "dataset": self.dataset,
+            "output_dir": str(Path(self.output_dir).expanduser().absolute()),
+            "deepspeed_config": self.deepspeed_config,
+            "nvme_path": self.nvme_path,
+            "data.eval_dataset": self.data.eval_dataset,
+            "data.cache_dir": self.data.cache_dir and str(Path(self.data.cache_dir).expanduser().absolute()),
+            "recovery.resume": self.recovery.resume if "/" in self.recovery.resume else None,
+        }
+        return {field: value for field, value in named.items() if value and "demo://" not in value}
+
     @property
     def trains_adapters(self) -> bool:
         """True when the weights of the model stay frozen."""
@@ -279,12 +295,17 @@ def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
         values: field names to values; groups may be mappings or group objects.
 
     Raises:
-        Refused: with one problem per wrong field, each naming the nearest valid value where there is one.
+        Refused: with one problem per wrong field, each naming the nearest valid value where there is one; and
+            for paths outside `SOUP_FLOWS_ROOTS`.
     """
     try:
-        return TrainingSpec.model_validate(dict(values))
+        spec = TrainingSpec.model_validate(dict(values))
     except ValidationError as error:
         raise Refused(_problems(error)) from None
+    outside = problems_with_roots(spec.local_paths())
+    if outside:
+        raise Refused(outside)
+    return spec
 
 
 def _problems(error: ValidationError) -> list[Problem]:

@@ -11,6 +11,10 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "SPEC001": ("A setting has a value it does not take", "the message names what it takes"),
     "SPEC002": ("There is no such setting", "the message names the nearest one"),
     "SPEC003": ("A required setting is missing", "give it"),
+    "SPEC004": (
+        "A path is outside the folders that the worker's `SOUP_FLOWS_ROOTS` allows",
+        "use a path inside them",
+    ),
     "CLI001": ("`--set` is not of the form name=value", "write --set training.learning_rate=2e-5"),
     "CLI002": ("The file given as `--spec` cannot be read", "give JSON or YAML with the settings"),
     "CLI003": ("The file given as `--hardware` cannot be read", "record one with soup-flows doctor --json"),

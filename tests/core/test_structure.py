@@ -20,6 +20,7 @@ CORE = (
     "errors",
     "paths",
     "child",
+    "roots",
     "spec",
     "batch",
     "gpus",

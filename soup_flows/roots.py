@@ -1,0 +1,67 @@
+"""The folders that runs may touch, where whoever runs the worker has named any.
+
+Parameters come from everybody who may start a deployment. With `SOUP_FLOWS_ROOTS=/data:/models:/runs` in the
+worker's environment, every local path of a spec must lie inside one of these folders, links followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from soup_flows.errors import Problem
+
+ROOTS_VAR = "SOUP_FLOWS_ROOTS"
+"""Folders divided by `:`; unset or empty: no limit."""
+OUTSIDE_ROOTS = "SPEC004"
+
+
+def problems_with_roots(paths: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Return a problem for each path outside the folders of `SOUP_FLOWS_ROOTS`.
+
+    Args:
+        paths: field name to what was given for it: a path, an address (`file://...`) or a Hub id.
+        environ: where `SOUP_FLOWS_ROOTS` is looked up.
+    """
+    roots = [
+        Path(root).expanduser().resolve() for root in environ.get(ROOTS_VAR, "").split(os.pathsep) if root
+    ]
+    if not roots:
+        return []
+    return [
+        Problem(
+            id=OUTSIDE_ROOTS,
+            severity="error",
+            field=field,
+            message=f"{value!r} is outside the folders that runs may touch here",
+            fix=f"use a path inside {', '.join(map(str, roots))}; whoever runs the worker sets {ROOTS_VAR}",
+        )
+        for field, value in paths.items()
+        if not all(_inside(path, roots) for path in _local_paths(value))
+    ]
+
+
+def _inside(path: Path, roots: list[Path]) -> bool:
+    try:
+        real = path.expanduser().resolve()
+    except (OSError, RuntimeError):  # a loop of links; no such user
+        return False
+    return any(real.is_relative_to(root) for root in roots)
+
+
+def _local_paths(value: str) -> Iterator[Path]:
+    """Yield the paths of this machine that a value names: none for a Hub id or a remote address."""
+    for part in value.split("::"):  # fsspec chains addresses: zip://rows.jsonl::file:///data/rows.zip
+        scheme = urlsplit(part).scheme if "://" in part else ""
+        if scheme in ("file", "local"):
+            yield Path(unquote(part.split("://", 1)[1]))
+        elif not scheme and _is_path(part):
+            yield Path(part)
+
+
+def _is_path(text: str) -> bool:
+    """Tell a path from a Hub id (`owner/name`), which looks like a relative path that is not there."""
+    looks = text.startswith((".", "/", "~")) or ".." in Path(text).parts or text.count("/") != 1
+    return looks or Path(text).parent.exists()
