@@ -16,7 +16,7 @@ demo: $(VENV)/installed
 	$(BIN)/soup-flows demo $(PRESET)
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile $(ARGS)
 
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long $(ARGS)
