@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 300
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-long check lint types clean
+.PHONY: demo test test-long check lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/soup-flows demo $(PRESET)
@@ -43,6 +43,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install -q --no-compile -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+
+$(VENV)/installed-docs: $(VENV)/installed requirements-docs.txt
+	$(BIN)/pip install -q --no-compile -r requirements-docs.txt
 	touch $@
 
 clean:
