@@ -25,7 +25,7 @@ from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.advice import ADVICE
-from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
+from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, tails, warn_of_exit
 from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
 from soup_flows.ledger import Change
@@ -339,6 +339,7 @@ def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     if state == "cancelled":
         cause = f"{cause}; {where_stopped(found)}"
+    found = found | {"last_lines": tails(RunPaths(Path(found["run_dir"])).attempt(found["attempts"]))}
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, get_args
 
 from soup_flows.errors import FailureClass, Problem
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
-from soup_flows.launch.events import last_lines
+from soup_flows.launch.events import last_lines, strip_ansi
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
 from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
+TAIL_LINE_CHARACTERS = 1000
 PEER_GONE = (
     "connection closed by peer",
     "connection reset by peer",
@@ -111,9 +112,16 @@ def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:
 
 
 def tails(attempt: AttemptPaths, count: int = TAIL_LINES) -> dict[str, list[str]]:
-    """Return the last `count` lines of the launcher and of every rank, by file name without suffix."""
-    names = sorted(attempt.logs.glob("*.log"))
-    return {path.stem: lines for path in names if (lines := last_lines(path, count))}
+    """Return the last `count` lines of the launcher and of every rank, by file name without suffix.
+
+    As text to show: without escape sequences, and cut after `TAIL_LINE_CHARACTERS`.
+    """
+    found = {path.stem: last_lines(path, count) for path in sorted(attempt.logs.glob("*.log"))}
+    return {
+        name: [strip_ansi(line)[:TAIL_LINE_CHARACTERS] for line in lines]
+        for name, lines in found.items()
+        if lines
+    }
 
 
 def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
