@@ -80,7 +80,12 @@ def finder(settings: LeaseSettings) -> Callable[[], list[Device]]:
     """Return what lists the devices of a kind as they are now."""
     if settings.kind == "core":
         return core_slots
-    return lambda: gpu_devices(detect("cuda").gpus)
+
+    def gpus() -> list[Device]:
+        hardware = detect("cuda")
+        return gpu_devices(hardware.gpus, hardware.unused)
+
+    return gpus
 
 
 def on_devices(launch: LaunchPlan, lease: Lease) -> LaunchPlan:

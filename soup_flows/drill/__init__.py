@@ -196,7 +196,7 @@ class Watch:
                 receipt.get("stop_time") or cause
             )  # what counts is the end: the run was to go on until then
         seconds = None if self.clean is None or cause is None else round(max(0.0, self.clean - cause), 2)
-        leftovers = self._leftovers()
+        leftovers = self.leftovers()
         allowed = CLEAN_S + (STALL_ALLOWANCE_S if case.expected_class == "stalled" else 0)
         return DrillResult(
             drill=name,
@@ -237,7 +237,8 @@ class Watch:
                 saved = max(saved, int(event.get("step") or 0))
         return 0 if diagnosis is None or diagnosis.state == "completed" else max(0, self.step - saved)
 
-    def _leftovers(self) -> tuple[str, ...]:
+    def leftovers(self) -> tuple[str, ...]:
+        """Return the temporary files of the run that are still there."""
         run_id = self.paths.root.name
         found = [*self.paths.temp.glob("*"), *Path(tempfile.gettempdir()).glob(f"soup-flows-{run_id}@*")]
         return tuple(map(str, found))
