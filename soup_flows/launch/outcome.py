@@ -246,6 +246,10 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
             "preempted",
             f"{receipt['scheduler']} sent a signal and nobody asked Prefect to cancel",
         )
+    if "Timeout" in detail:  # a time limit of the task or flow itself, raised while it waited
+        reason = "timeout"
+    if reason == "supervisor_died" and (said := match_text(detail)):  # it could not start, and said why
+        return _verdict(said, detail)
     if reason in STOPPED:
         kind, sentence = STOPPED[reason]
         return _verdict(kind, f"{sentence}: {detail}" if detail else sentence)
@@ -278,4 +282,8 @@ def _from_exit(receipt: dict[str, Any]) -> Verdict | None:
         return _verdict("import_error", "the launcher could not be started; see logs/launcher.log")
     if code:
         return _verdict("unknown", f"the launcher ended with exit code {code}")
+    if dead := receipt.get("dead_ranks"):
+        return _verdict(
+            "unknown", f"rank {dead[0]['rank']} left before training had finished, without an error"
+        )
     return None

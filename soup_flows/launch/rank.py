@@ -110,7 +110,7 @@ def heartbeat(step: int, phase: str = "train") -> None:
     Args:
         step: number of optimizer steps made so far.
         phase: one word; anything but `train` (such as `load`, `evaluate`, `save`) gives all ranks the long
-            start-up limit, because the others wait for this one.
+            start-up limit, because the others wait for this one. `end` says that the result is safe.
     """
     global _heartbeat_fd
     attempt = attempt_dir()

@@ -150,6 +150,7 @@ def _finish(
     }
     write_json(job.attempt.result, result)
     job.events.write("finished", **result)
+    rank.heartbeat(step, "end")
 
 
 def _write_stopped(job: Job, trainer: SoupTrainer) -> None:

@@ -154,6 +154,18 @@ def test_watchdog_threshold_follows_the_longest_step(tmp_path: Path) -> None:
     assert dog.check(47, {0, 1}) is None
 
 
+def test_watchdog_does_not_wait_long_for_an_exit(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path, 2, floor_s=10, factor=2, startup_s=1000)
+    dog.check(0, set())
+    for rank, phase in ((0, "verify"), (1, "train")):
+        beat(tmp_path, rank, 5, phase, 1)
+    assert dog.check(1, set()) is None
+    assert dog.threshold_s() == 1000
+    beat(tmp_path, 0, 5, "end", 2)
+    assert dog.check(2, {1}) is None
+    assert [dog.check(now, {1}) is None for now in (11, 13)] == [True, False]
+
+
 def test_watchdog_forgives_a_paused_machine(tmp_path: Path) -> None:
     dog = Watchdog(tmp_path, 1, floor_s=10, factor=2, startup_s=100)
     dog.check(0, set())

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -257,3 +258,17 @@ def test_a_run_that_waited_too_long_says_for_whom(
     report = TrainReport.load(failed.value.run_dir)
     assert (report.state, report.failure_class) == ("failed", "timeout")
     assert proc.marked(plan.run_id) == []
+
+
+def test_a_launch_that_cannot_begin_is_a_failure(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parse_spec(parameters("ddp", tmp_path))
+    hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
+    plan = tasks.write_temp_config.fn(spec, hardware, tasks.resolve_sharding_config.fn(spec, hardware))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        tasks.launch_distributed_train.fn(plan)
+    report = TrainReport.load(plan.run_dir)
+    assert (report.state, report.failure_class) == ("failed", "unknown")
+    assert "FileNotFoundError" in report.cause
