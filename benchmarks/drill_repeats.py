@@ -117,8 +117,8 @@ def main() -> int:
     with TemporaryDirectory() as temporary:
         os.environ[LEASE_DIR] = f"{temporary}/leases"
         with Site.start() as site:
-            for name in arguments.names:
-                for _ in range(arguments.repeats):
+            for _ in range(arguments.repeats):
+                for name in arguments.names:
                     moment_s = moments.uniform(0, LATEST_S[arguments.train])
                     rows.append(once(site, name, Path(temporary), moment_s, arguments.train))
                     if arguments.rows is not None:

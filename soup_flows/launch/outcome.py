@@ -135,6 +135,8 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     """
     stop_time = receipt.get("stop_time") or float("inf")
     errors = [error for error in read_errors(attempt) if error.time <= stop_time]
+    if receipt.get("reason") == "supervisor_died":  # it read what the ranks printed
+        errors = [error for error in errors if "broken pipe" not in error.message.lower()]
     death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,

@@ -291,6 +291,18 @@ def test_what_happened_before_a_stop_is_the_cause_and_what_follows_is_not(
     assert "before" in classify(RunPaths(tmp_path).attempt(1), stopped).cause
 
 
+def test_a_rank_that_nobody_reads_any_more_is_not_the_cause(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch
+) -> None:
+    failed(attempt_env, 0, BrokenPipeError(32, "Broken pipe"), 10.0)
+    died = {**RECEIPT, "reason": "supervisor_died", "detail": "killed by SIGKILL", "stop_time": 11.0}
+    attempt = RunPaths(tmp_path).attempt(1)
+    assert classify(attempt, died).failure_class == "rank_killed"
+    assert classify(attempt, RECEIPT).failure_class == "code_error"
+    failed(attempt_env, 1, KeyError("messages"), 9.0)
+    assert "KeyError" in classify(attempt, died).cause
+
+
 def test_every_class_has_advice_and_every_row_is_reachable() -> None:
     assert set(ADVICE) == set(FailureClass.__args__)  # type: ignore[attr-defined]
     assert match_text("all is well") is None
