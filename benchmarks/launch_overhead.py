@@ -1,16 +1,21 @@
-"""What supervision costs against plain torchrun: time to the first rank's first line, and time per step.
+"""What supervision costs against plain torchrun: time to the first rank's first line, time per step, memory.
 
-    python benchmarks/launch_overhead.py [--pairs 5] [--steps 200] [--json]
+    python benchmarks/launch_overhead.py [--pairs 5] [--steps 300] [--lines-per-minute 0] [--json]
 
-Both start the same program on two CPU ranks, in turn, in one run of this script, so that a loaded machine
-slows both. The program prints a line first, then makes steps that compute for a while and meet in a
-collective. Under supervision each step also beats and writes an event, as the rank program does.
+Both start the same program on two CPU ranks, in turn, in one run of this script, so that a loaded machine slows
+both. The program prints a line first, then makes steps that compute for a while and meet in a collective, and
+prints as many lines as are asked for. Under supervision each step also beats and writes an event, as the rank
+program does; the run is started as the task does it, with a lease, and its lines and events are followed.
+Plain torchrun writes to a file.
+
+The best of a kind is its least disturbed run; where nothing else runs on the machine, it and the median agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -21,15 +26,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
-from soup_flows.launch.plan import PACKAGE_ROOT, build_launch_plan, elastic_argv
-from soup_flows.launch.run import run
+from soup_flows.attempt import run_attempt
+from soup_flows.launch.leases import LEASE_DIR
+from soup_flows.launch.plan import PACKAGE_ROOT, LeaseSettings, build_launch_plan, elastic_argv
 from soup_flows.paths import RunPaths
 
 RANKS = 2
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {root!r})
-out, steps = sys.argv[1], int(sys.argv[2])
+out, steps, lines_per_second = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]) / 60
 from soup_flows.launch import rank
 supervised = rank.attach()
 me = rank.rank_number()
@@ -41,34 +47,37 @@ dist.init_process_group("gloo")
 events = rank.EventWriter(rank.attempt_dir() / "events.jsonl", me) if supervised else None
 a, flag = torch.randn(384, 384), torch.zeros(1)
 dist.barrier()
-times = []
+times, printed, start = [], 0, time.perf_counter()
 for step in range(1, steps + 1):
     begun = time.perf_counter()
     for _ in range(12):
         a = torch.tanh(a @ a)
     dist.all_reduce(flag)
     print(f"step {{step}}/{{steps}} loss 1.234", flush=True)
+    for printed in range(printed, int((begun - start) * lines_per_second)):
+        print("flood", printed, "x" * 80)
     if supervised:
         rank.heartbeat(step)
         events.write("step", step=step, seconds=times[-1] if times else 0.0)
     times.append(time.perf_counter() - begun)
 dist.destroy_process_group()
 if me == 0:
-    pathlib.Path(out).write_text(json.dumps({{"first": first, "times": times[steps // 10:]}}))
+    found = {{"first": first, "times": times[steps // 10:], "lines": printed}}
+    pathlib.Path(out).write_text(json.dumps(found))
 """
 
 
-def plain(program: Path, out: Path, steps: int) -> dict[str, float]:
+def plain(program: Path, out: Path, arguments: list[str]) -> dict[str, float]:
     """Run the program under torchrun alone."""
-    argv = elastic_argv(f"plain-{uuid4().hex[:8]}", RANKS, 20.0, str(program), str(out), str(steps))
+    argv = elastic_argv(f"plain-{uuid4().hex[:8]}", RANKS, 20.0, str(program), str(out), *arguments)
     begun = time.time()
     with (out.parent / "plain.log").open("ab") as log:
         subprocess.run(argv, check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
     return measured(out, begun)
 
 
-def supervised(program: Path, out: Path, steps: int) -> dict[str, float]:
-    """Run the program as an attempt, with its lines and events passed on."""
+def supervised(program: Path, out: Path, arguments: list[str]) -> dict[str, float]:
+    """Run the program as an attempt of a run."""
     run_id = f"bench-{uuid4().hex[:8]}"
     paths = RunPaths.of(out.parent, run_id).create()
     plan = build_launch_plan(
@@ -81,24 +90,31 @@ def supervised(program: Path, out: Path, steps: int) -> dict[str, float]:
         omp_num_threads=1,
         stop_budget_s=20.0,
         timeout_s=None,
+        lease=LeaseSettings(kind="core"),
     )
-    plan = plan.model_copy(
-        update={"argv": elastic_argv(run_id, RANKS, 20.0, str(program), str(out), str(steps))}
-    )
+    argv = elastic_argv(run_id, RANKS, 20.0, str(program), str(out), *arguments)
     begun = time.time()
-    outcome = run(plan, on_lines=lambda _: None, on_events=lambda _: None)
+    outcome = run_attempt(plan.model_copy(update={"argv": argv}), logging.getLogger("bench"), lambda: None)
     assert outcome.exit_code == 0, outcome
-    return measured(out, begun)
+    found = measured(out, begun)
+    found["supervisor_mb"] = outcome.receipt["supervisor_peak_bytes"] / 1e6
+    found["supervisor_cpu_share"] = outcome.receipt["supervisor_cpu_s"] / outcome.receipt["seconds"]
+    assert outcome.receipt["log_bytes_lost"] == 0, outcome
+    return found
 
 
 def measured(out: Path, begun: float) -> dict[str, float]:
-    """Return seconds from the start to the first line, and the step in seconds.
-
-    The step is the 10th percentile: on a machine that others use too, the undisturbed steps are compared.
-    """
+    """Return seconds from the start to the first line, the steps in seconds, and the lines that were printed."""
     value = json.loads(out.read_text())
     out.unlink()
-    return {"start_s": value["first"] - begun, "step_s": statistics.quantiles(value["times"], n=10)[0]}
+    times = value["times"]
+    return {
+        "start_s": value["first"] - begun,
+        "step_s": statistics.quantiles(times, n=10)[0],
+        "step_median_s": statistics.median(times),
+        "step_mean_s": statistics.mean(times),
+        "lines": value["lines"],
+    }
 
 
 def main() -> None:
@@ -107,30 +123,43 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lines-per-minute", type=int, default=0, help="that every rank prints")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as temporary:
+        os.environ[LEASE_DIR] = f"{temporary}/leases"
         program, out = Path(temporary) / "program.py", Path(temporary) / "out.json"
         program.write_text(PROGRAM.format(root=PACKAGE_ROOT))
+        given = [str(arguments.steps), str(arguments.lines_per_minute)]
         for pair in range(arguments.pairs):
             order = (plain, supervised) if pair % 2 == 0 else (supervised, plain)
-            row = {kind.__name__: kind(program, out, arguments.steps) for kind in order}
-            rows.append(row)
+            rows.append({kind.__name__: kind(program, out, given) for kind in order})
     found = {
         "added_start_s": statistics.median(r["supervised"]["start_s"] - r["plain"]["start_s"] for r in rows),
         "added_start_best_s": best(rows, "supervised", "start_s") - best(rows, "plain", "start_s"),
-        "added_step_share": statistics.median(
-            r["supervised"]["step_s"] / r["plain"]["step_s"] - 1 for r in rows
-        ),
-        "added_step_best_share": best(rows, "supervised", "step_s") / best(rows, "plain", "step_s") - 1,
+        **{
+            f"added_{name}_{how}": value
+            for name in ("step_s", "step_median_s", "step_mean_s")
+            for how, value in (
+                ("share", statistics.median(r["supervised"][name] / r["plain"][name] - 1 for r in rows)),
+                ("best_share", best(rows, "supervised", name) / best(rows, "plain", name) - 1),
+            )
+        },
+        "supervisor_mb": max(r["supervised"]["supervisor_mb"] for r in rows),
+        "supervisor_cpu_share": statistics.median(r["supervised"]["supervisor_cpu_share"] for r in rows),
     }
     if arguments.json:
         print(json.dumps({**found, "pairs": rows}, indent=2))
-    else:
-        print("first line: {added_start_s:+.2f} s (best of each {added_start_best_s:+.2f} s)".format(**found))
-        print("step: {added_step_share:+.2%} (best of each {added_step_best_share:+.2%})".format(**found))
+        return
+    print("first line: {added_start_s:+.2f} s (best of each {added_start_best_s:+.2f} s)".format(**found))
+    for name, what in (("step_s", "10th percentile"), ("step_median_s", "median"), ("step_mean_s", "mean")):
+        share, best_share = found[f"added_{name}_share"], found[f"added_{name}_best_share"]
+        print(f"step, {what}: {share:+.2%} (best of each {best_share:+.2%})")
+    print(
+        f"supervisor: {found['supervisor_mb']:.1f} MB at most, {found['supervisor_cpu_share']:.2%} of a core"
+    )
 
 
 def best(rows: list[dict[str, Any]], kind: str, name: str) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
+from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
@@ -18,13 +20,16 @@ from soup_flows.spec import TrainingSpec
 
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
+ERROR_LINES = 400
+"""Most lines of tracebacks in one record; the files in `errors/` have all of them."""
+
 
 def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None]) -> Outcome:
     """Lease the devices, run the attempt on them and return how it ended; see `soup_flows.launch.run.run`.
 
     Args:
         launch: the attempt; with a lease its CUDA_VISIBLE_DEVICES is replaced by the leased devices.
-        logger: takes rank 0's lines in batches, and for whom the run waits.
+        logger: takes rank 0's lines in batches, the errors of every rank, and for whom the run waits.
         should_stop: asked about once a second, also while waiting for devices.
 
     Raises:
@@ -33,11 +38,16 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
     """
     view = LiveView(launch)
 
+    def on_events(events: list[dict[str, Any]]) -> None:
+        if errors := error_lines(events):
+            logger.error("%s", "\n".join(errors))
+        view.on_events(events)
+
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
         return run(
             plan,
             on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-            on_events=view.on_events,
+            on_events=on_events,
             should_stop=should_stop,
             lease_fds=fds,
         )
@@ -56,11 +66,26 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
         return start(on_devices(launch, lease), lease.fds)
 
 
+def error_lines(events: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the tracebacks among `events`, each line with its rank; rank 0's stand in its own lines already."""
+    return [
+        f"rank {event.get('rank')}: {line}"
+        for event in events
+        if event["kind"] == "error" and event.get("rank") != 0
+        for line in strip_ansi(str(event.get("traceback") or event.get("message"))).splitlines()
+    ][:ERROR_LINES]
+
+
 def finder(settings: LeaseSettings) -> Callable[[], list[Device]]:
     """Return what lists the devices of a kind as they are now."""
     if settings.kind == "core":
         return core_slots
-    return lambda: gpu_devices(detect("cuda").gpus)
+
+    def gpus() -> list[Device]:
+        hardware = detect("cuda")
+        return gpu_devices(hardware.gpus, hardware.unused)
+
+    return gpus
 
 
 def on_devices(launch: LaunchPlan, lease: Lease) -> LaunchPlan:

@@ -27,7 +27,7 @@ def add_commands(command: Callable[[str, Any, str], argparse.ArgumentParser]) ->
     diagnosis = command("diagnose", _diagnose, "Explain how a run ended and why, from its folder alone.")
     diagnosis.add_argument("run_dir", metavar="RUN_DIR", help="<output folder>/runs/<run id>")
     drill = command("drill", _drill, DRILL_TEXT)
-    drill.add_argument("name", metavar="NAME", nargs="?", help="the drill; all are listed without one")
+    drill.add_argument("names", metavar="NAME", nargs="*", help="drills, or all; listed without a name")
     drill.add_argument("--output-dir", "--output_dir", default="drill-output", metavar="DIR")
     drill.add_argument("--quick", action="store_true", help="ranks that only pretend to train, without torch")
 
@@ -102,23 +102,29 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _drill(arguments: argparse.Namespace) -> int:
-    """Run a drill; the exit code is 1 unless the class was right and nothing was left."""
-    from soup_flows.drill import drill, drill_text
+    """Run drills; the exit code is 1 unless in each the class was right and nothing was left."""
+    from soup_flows.drill import drill_text, drills
     from soup_flows.drill.cases import DRILLS
 
-    if arguments.name is None:
+    if not arguments.names:
         rows = {name: case.text for name, case in DRILLS.items()}
         if arguments.json:
             print_json({"drills": rows})
         else:
             print("\n".join(f"{name:<16}  {text}" for name, text in rows.items()))
         return GOOD
-    result = drill(arguments.name, arguments.output_dir, quick=arguments.quick)
+    names = arguments.names
+    if names == ["all"]:
+        names = [name for name, case in DRILLS.items() if case.quick or not arguments.quick]
+    results = []
+    for result in drills(names, arguments.output_dir, quick=arguments.quick):
+        results.append(result)
+        if not arguments.json:
+            print(drill_text(result), flush=True)
     if arguments.json:
-        print_json(result.model_dump(mode="json"))
-    else:
-        print(drill_text(result))
-    return GOOD if result.passed else FAILED
+        values = [result.model_dump(mode="json") for result in results]
+        print_json(values[0] if len(names) == 1 else {"results": values})
+    return GOOD if all(result.passed for result in results) else FAILED
 
 
 def print_json(value: Any) -> None:

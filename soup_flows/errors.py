@@ -88,7 +88,9 @@ class Refused(SoupFlowsError, ValueError):
 
 
 class TrainingFailed(SoupFlowsError):
-    """A started run did not end well.
+    """A started run did not end well; the advice stands first.
+
+    `TrainingFailed("cuda_oom", ...)` makes a `CudaOutOfMemory`, and so on for every class in `FAILURES`.
 
     Attributes:
         failure_class: one of `FailureClass`.
@@ -97,6 +99,10 @@ class TrainingFailed(SoupFlowsError):
         run_dir: the folder that explains the run.
     """
 
+    def __new__(cls, failure_class: FailureClass, *_: str, **__: str) -> TrainingFailed:
+        """Make the subclass of `failure_class`."""
+        return super().__new__(FAILURES[failure_class] if cls is TrainingFailed else cls)
+
     def __init__(self, failure_class: FailureClass, cause: str, advice: str = "", run_dir: str = "") -> None:
         self.failure_class: FailureClass = failure_class
         self.cause = cause
@@ -104,13 +110,118 @@ class TrainingFailed(SoupFlowsError):
         self.run_dir = run_dir
         parts = [f"{failure_class}: {cause}"]
         if advice:
-            parts.append(f"What to do: {advice}")
+            parts.insert(0, f"What to do: {advice}")
         if run_dir:
             parts.append(f"Everything about the run: {run_dir}")
         super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.failure_class, self.cause, self.advice, self.run_dir)
+
+
+class CudaOutOfMemory(TrainingFailed):
+    """A GPU's memory did not suffice."""
+
+
+class HostOutOfMemory(TrainingFailed):
+    """The host's memory, or its control group's limit, did not suffice."""
+
+
+class SharedMemoryFull(TrainingFailed):
+    """`/dev/shm` was full."""
+
+
+class DiskFull(TrainingFailed):
+    """A disk was full, or a quota used up."""
+
+
+class CollectiveTimeout(TrainingFailed):
+    """A collective operation took longer than its limit."""
+
+
+class Stalled(TrainingFailed):
+    """The ranks made no step for too long."""
+
+
+class RankKilled(TrainingFailed):
+    """A rank, the launcher or the supervisor was killed or crashed."""
+
+
+class NodeLost(TrainingFailed):
+    """A host went away."""
+
+
+class Preempted(TrainingFailed):
+    """A scheduler took the machine back."""
+
+
+class Cancelled(TrainingFailed):
+    """Somebody stopped the run."""
+
+
+class TimeLimit(TrainingFailed):
+    """The run, or its wait for devices, took longer than allowed."""
+
+
+class NotAllowed(TrainingFailed):
+    """A model or data set needs rights that the run does not have."""
+
+
+class NotFound(TrainingFailed):
+    """A model, data set, revision or file does not exist."""
+
+
+class BadConfig(TrainingFailed):
+    """A setting was found wrong after the start."""
+
+
+class BadData(TrainingFailed):
+    """Rows were found wrong after the start."""
+
+
+class NanLoss(TrainingFailed):
+    """The loss became NaN or infinite."""
+
+
+class ImportFailed(TrainingFailed):
+    """A package is missing where the ranks run, or cannot be imported."""
+
+
+class CodeError(TrainingFailed):
+    """Any other exception of a rank."""
+
+
+class ProofFailed(TrainingFailed):
+    """What ran was not what was planned."""
+
+
+class UnknownFailure(TrainingFailed):
+    """The run left no trace of a cause."""
+
+
+FAILURES: dict[FailureClass, type[TrainingFailed]] = {
+    "cuda_oom": CudaOutOfMemory,
+    "host_oom": HostOutOfMemory,
+    "shm_full": SharedMemoryFull,
+    "disk_full": DiskFull,
+    "nccl_timeout": CollectiveTimeout,
+    "stalled": Stalled,
+    "rank_killed": RankKilled,
+    "node_lost": NodeLost,
+    "preempted": Preempted,
+    "cancelled": Cancelled,
+    "timeout": TimeLimit,
+    "auth": NotAllowed,
+    "not_found": NotFound,
+    "bad_config": BadConfig,
+    "bad_data": BadData,
+    "nan_loss": NanLoss,
+    "import_error": ImportFailed,
+    "code_error": CodeError,
+    "proof_failed": ProofFailed,
+    "unknown": UnknownFailure,
+}
+"""The exception of each failure class."""
 
 
 def refuse(rule: str, field: str, message: str, fix: str = "", source: str = "") -> Refused:

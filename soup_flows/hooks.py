@@ -12,6 +12,7 @@ from typing import Any
 
 from soup_flows.artifacts import load_run_config
 from soup_flows.diagnose import diagnose
+from soup_flows.launch.outcome import tails
 from soup_flows.launch.run import sweep
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport, read_attempt
@@ -69,6 +70,7 @@ def _write_end(paths: RunPaths, how: str) -> None:
         found = diagnose(paths.root)
     except FileNotFoundError:
         return
+    attempt = paths.attempt(len(found.attempts))
     TrainReport(
         run_id=paths.root.name,
         run_dir=str(paths.root),
@@ -77,5 +79,6 @@ def _write_end(paths: RunPaths, how: str) -> None:
         cause=f"{found.cause or 'the flow ended before it could say why'} ({how})",
         advice=found.advice,
         attempts=len(found.attempts),
-        **read_attempt(paths.attempt(len(found.attempts))),
+        last_lines=tails(attempt),
+        **read_attempt(attempt),
     ).save()

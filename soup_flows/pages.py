@@ -43,7 +43,18 @@ def report_page(report: TrainReport) -> str:
     if report.memory:
         parts.append(_memory(report))
     parts.append(_where(report))
+    if report.last_lines:
+        parts.append(_last_lines(report.last_lines))
     return "\n\n".join(parts) + "\n"
+
+
+def _last_lines(logs: Mapping[str, Sequence[str]]) -> str:
+    """Show the last lines of every log, indented, since a fence might be closed by a line of the log."""
+    shown = (
+        f"{name.replace('_', ' ')}:\n\n" + "\n".join(f"    {line}" for line in lines)
+        for name, lines in logs.items()
+    )
+    return "## Last lines\n\n" + "\n\n".join(shown)
 
 
 def _head(report: TrainReport) -> str:

@@ -87,6 +87,11 @@ class RunPaths:
         return self.root / "model"
 
     @property
+    def tensorboard(self) -> Path:
+        """Folder of TensorBoard's files, with `training.report_to=["tensorboard"]`."""
+        return self.root / "tensorboard"
+
+    @property
     def temp(self) -> Path:
         """Folder of files that live as long as an attempt, the temp config among them."""
         return self.root / "tmp"

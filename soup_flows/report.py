@@ -130,6 +130,8 @@ class TrainReport(BaseModel):
     """Folder of the final model, once it was saved and read back."""
     saved: dict[str, int] = {}
     """Tensors, elements and bytes that were read back from `model`."""
+    last_lines: dict[str, tuple[str, ...]] = {}
+    """Of a run that did not complete: the last lines of the launcher and of every rank, by log."""
 
     @property
     def first_loss(self) -> float | None:

@@ -22,10 +22,10 @@ from soup_flows.attempt import free_now, lease_settings, run_attempt
 from soup_flows.attempts import record, where_stopped
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
-from soup_flows.errors import Problem, Refused, TrainingFailed
+from soup_flows.errors import FailureClass, Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
-from soup_flows.launch.advice import ADVICE
-from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, warn_of_exit
+from soup_flows.launch.advice import ADVICE, match_text
+from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, tails, warn_of_exit
 from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
 from soup_flows.ledger import Change
@@ -330,7 +330,10 @@ def _stopped(paths: RunPaths, number: int, stopped: BaseException, base: dict[st
     found["seconds"] = receipt.get("seconds", found["seconds"])
     verdict = _verdict(paths.attempt(number), receipt)
     if verdict.failure_class == "unknown":
-        verdict = Verdict("cancelled", f"stopped by {type(stopped).__name__}", ADVICE["cancelled"])
+        kind: FailureClass = "cancelled"
+        if isinstance(stopped, Exception):  # a fault of the launch, such as a full disk, and no signal
+            kind = match_text(str(stopped)) or "unknown"
+        verdict = Verdict(kind, f"stopped by {type(stopped).__name__}: {stopped}", ADVICE[kind])
     return _failed(verdict, found)
 
 
@@ -339,6 +342,7 @@ def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
     state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
     if state == "cancelled":
         cause = f"{cause}; {where_stopped(found)}"
+    found = found | {"last_lines": tails(RunPaths(Path(found["run_dir"])).attempt(found["attempts"]))}
     return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -66,21 +66,41 @@ def drill(name: str, output_dir: str | Path = "drill-output", *, quick: bool = F
     Raises:
         Refused: for an unknown name, or `quick` where it says nothing.
     """
+    (result,) = drills([name], output_dir, quick=quick)
+    return result
+
+
+def drills(
+    names: Sequence[str], output_dir: str | Path = "drill-output", *, quick: bool = False
+) -> Iterator[DrillResult]:
+    """Run drills one after another, those that need a Prefect server with one server; see `drill`."""
+    for name in names:
+        _check_name(name, quick)
+    folder = Path(output_dir).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        site: Any = None
+        for name in names:
+            if not DRILLS[name].server:
+                yield _drill_process(name, folder, quick)
+                continue
+            if site is None:
+                from soup_flows.drill.server import Site
+
+                site = stack.enter_context(Site.start())
+            yield site.drill(name, folder)
+
+
+def _check_name(name: str, quick: bool) -> None:
     case = DRILLS.get(name)
     if case is None:
         fix = f"{nearest(name, DRILLS)} Drills: {', '.join(DRILLS)}".strip()
         raise refuse("DRILL001", "drill", f"there is no {name!r}", fix)
     if quick and not case.quick:
-        names = ", ".join(key for key, value in DRILLS.items() if value.quick)
-        raise refuse("DRILL002", "quick", f"{name} needs ranks that really train", f"quick ones: {names}")
-    folder = Path(output_dir).expanduser().absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    if case.server:
-        from soup_flows.drill.server import Site
-
-        with Site.start() as site:
-            return site.drill(name, folder)
-    return _drill_process(name, folder, quick)
+        quick_ones = ", ".join(key for key, value in DRILLS.items() if value.quick)
+        raise refuse(
+            "DRILL002", "quick", f"{name} needs ranks that really train", f"quick ones: {quick_ones}"
+        )
 
 
 def parameters(name: str, folder: Path) -> dict[str, Any]:
@@ -196,7 +216,7 @@ class Watch:
                 receipt.get("stop_time") or cause
             )  # what counts is the end: the run was to go on until then
         seconds = None if self.clean is None or cause is None else round(max(0.0, self.clean - cause), 2)
-        leftovers = self._leftovers()
+        leftovers = self.leftovers()
         allowed = CLEAN_S + (STALL_ALLOWANCE_S if case.expected_class == "stalled" else 0)
         return DrillResult(
             drill=name,
@@ -237,7 +257,8 @@ class Watch:
                 saved = max(saved, int(event.get("step") or 0))
         return 0 if diagnosis is None or diagnosis.state == "completed" else max(0, self.step - saved)
 
-    def _leftovers(self) -> tuple[str, ...]:
+    def leftovers(self) -> tuple[str, ...]:
+        """Return the temporary files of the run that are still there."""
         run_id = self.paths.root.name
         found = [*self.paths.temp.glob("*"), *Path(tempfile.gettempdir()).glob(f"soup-flows-{run_id}@*")]
         return tuple(map(str, found))

@@ -11,7 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from soup_flows.launch.plan import StallSettings, build_launch_plan, elastic_argv
+from soup_flows.launch.plan import (
+    LaunchPlan,
+    LeaseSettings,
+    StallSettings,
+    build_launch_plan,
+    elastic_argv,
+)
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_atomic, write_json
 
@@ -43,6 +49,11 @@ def train(values: dict[str, Any], run_id: str) -> None:
 
 def rehearse(values: dict[str, Any], run_id: str) -> None:
     """Launch ranks that only pretend to train."""
+    run(rehearsal_plan(values, run_id))
+
+
+def rehearsal_plan(values: dict[str, Any], run_id: str, lease: LeaseSettings | None = None) -> LaunchPlan:
+    """Write the files of a run whose ranks only pretend to train, and return how to launch it."""
     paths, launcher = RunPaths.of(values["output_dir"], run_id).create(), values["launcher"]
     paths.temp.mkdir(mode=0o700)
     write_json(paths.spec, {"launcher": {"drill": None, **launcher}})
@@ -58,11 +69,12 @@ def rehearse(values: dict[str, Any], run_id: str) -> None:
         stop_budget_s=launcher["stop_budget_s"],
         timeout_s=limit_min * 60 if limit_min else None,
         stall=StallSettings(floor_s=launcher["stall_floor_s"]),
+        lease=lease,
     )
     program = ("-m", "soup_flows.training.drills", str(paths.root))
     plan = plan.model_copy(update={"argv": elastic_argv(run_id, 2, plan.stop_budget_s, *program)})
     write_atomic(paths.launch, plan.model_dump_json(indent=2))
-    run(plan)
+    return plan
 
 
 def _mount_small_disk(folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from soup_flows.errors import refuse
-from soup_flows.hardware.values import Gpu
+from soup_flows.hardware.values import Gpu, UnusedGpu
 
 SEARCH_LIMIT = 50_000
 """Most device sets that are compared for their links; beyond it the first free devices are taken."""
@@ -28,8 +28,15 @@ class Device:
     """Who uses it without a lease."""
 
 
-def gpu_devices(gpus: Sequence[Gpu]) -> list[Device]:
-    """Return what can be leased of a machine's GPUs, in their order."""
+def gpu_devices(gpus: Sequence[Gpu], unused: Sequence[UnusedGpu] = ()) -> list[Device]:
+    """Return what can be leased of a machine's GPUs, in their order.
+
+    CUDA shows a process the first MIG slice only, but every slice of the same profile would do as well.
+
+    Args:
+        gpus: the devices that a process here would see.
+        unused: those that it would not see, and why.
+    """
     by_index = {gpu.index: gpu.uuid for gpu in gpus if not gpu.mig}
     devices = []
     for gpu in gpus:
@@ -44,7 +51,9 @@ def gpu_devices(gpus: Sequence[Gpu]) -> list[Device]:
                 occupied=", ".join(held) or None,
             )
         )
-    return devices
+    profiles = {gpu.name for gpu in gpus if gpu.mig}
+    slices = [other for other in unused if other.why == "mig" and other.name in profiles]
+    return devices + [Device(id=other.uuid, name=other.name) for other in slices if other.uuid]
 
 
 def core_slots() -> list[Device]:

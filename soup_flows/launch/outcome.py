@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, get_args
 
 from soup_flows.errors import FailureClass, Problem
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
-from soup_flows.launch.events import last_lines
+from soup_flows.launch.events import last_lines, strip_ansi
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
 from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
 TAIL_LINES = 40
+TAIL_LINE_CHARACTERS = 1000
 PEER_GONE = (
     "connection closed by peer",
     "connection reset by peer",
@@ -111,9 +112,16 @@ def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:
 
 
 def tails(attempt: AttemptPaths, count: int = TAIL_LINES) -> dict[str, list[str]]:
-    """Return the last `count` lines of the launcher and of every rank, by file name without suffix."""
-    names = sorted(attempt.logs.glob("*.log"))
-    return {path.stem: lines for path in names if (lines := last_lines(path, count))}
+    """Return the last `count` lines of the launcher and of every rank, by file name without suffix.
+
+    As text to show: without escape sequences, and cut after `TAIL_LINE_CHARACTERS`.
+    """
+    found = {path.stem: last_lines(path, count) for path in sorted(attempt.logs.glob("*.log"))}
+    return {
+        name: [strip_ansi(line)[:TAIL_LINE_CHARACTERS] for line in lines]
+        for name, lines in found.items()
+        if lines
+    }
 
 
 def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
@@ -127,6 +135,8 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     """
     stop_time = receipt.get("stop_time") or float("inf")
     errors = [error for error in read_errors(attempt) if error.time <= stop_time]
+    if receipt.get("reason") == "supervisor_died":  # it read what the ranks printed
+        errors = [error for error in errors if "broken pipe" not in error.message.lower()]
     death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
@@ -238,6 +248,10 @@ def _from_stop(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict | None
             "preempted",
             f"{receipt['scheduler']} sent a signal and nobody asked Prefect to cancel",
         )
+    if "Timeout" in detail:  # a time limit of the task or flow itself, raised while it waited
+        reason = "timeout"
+    if reason == "supervisor_died" and (said := match_text(detail)):  # it could not start, and said why
+        return _verdict(said, detail)
     if reason in STOPPED:
         kind, sentence = STOPPED[reason]
         return _verdict(kind, f"{sentence}: {detail}" if detail else sentence)
@@ -270,4 +284,8 @@ def _from_exit(receipt: dict[str, Any]) -> Verdict | None:
         return _verdict("import_error", "the launcher could not be started; see logs/launcher.log")
     if code:
         return _verdict("unknown", f"the launcher ended with exit code {code}")
+    if dead := receipt.get("dead_ranks"):
+        return _verdict(
+            "unknown", f"rank {dead[0]['rank']} left before training had finished, without an error"
+        )
     return None

@@ -193,6 +193,8 @@ def build_launch_plan(
         "OMP_NUM_THREADS": str(omp_num_threads or max(1, len(os.sched_getaffinity(0)) // nproc_per_node)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # transformers 5.24, integrations/integration_utils.py; else they lie among the checkpoints
+        "TENSORBOARD_LOGGING_DIR": os.environ.get("TENSORBOARD_LOGGING_DIR", str(paths.tensorboard)),
     }
     if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))

@@ -1,7 +1,8 @@
-"""Find and signal the processes of a run: by parent links and by an environment marker.
+"""Find and signal the processes of a run: by parent links, by an environment marker and by where they print.
 
 Every process of a run inherits `SOUP_FLOWS_RUN=<run id>`; `/proc/<pid>/environ` shows the environment a
-process was started with, whatever it did about sessions, groups and parents since (`man 5 proc`).
+process was started with, whatever it did about sessions, groups and parents since (`man 5 proc`). A helper
+that was started with an empty environment, or that wrote its title over it, still prints into its rank's FIFO.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
-def prctl(option: int, value: int) -> None:
-    """Call `prctl(option, value)`; raises OSError where the kernel refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
+_TIDYING = (b"resource_tracker", b"torch_shm_manager")
+
+
+def prctl(option: int, value: int) -> bool:
+    """Call `prctl(option, value)`; False where the kernel, or the filter of a container, refuses."""
+    return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
 
 
 def _pids() -> list[int]:
@@ -55,18 +57,50 @@ def descendants(root: int) -> list[int]:
 
 
 def marked(run_id: str, name: str = MARKER) -> list[int]:
-    """Return every living process but this one that was started with `name=run_id` in its environment."""
+    """Return every living process but this one that was started with `name=run_id` in its environment.
+
+    For the run's own marker also those whose stdout or stderr is a FIFO of the run.
+    """
     needle = f"{name}={run_id}".encode()
+    channel = f"/{channel_prefix(run_id)}" if name == MARKER else None
     found = []
     for pid in _pids():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                mine = needle in file.read().split(b"\0")
-        except OSError:
-            continue
+        mine = needle in _read(f"/proc/{pid}/environ").split(b"\0")
+        if not mine and channel is not None:
+            mine = any(channel in _link(f"/proc/{pid}/fd/{fd}") for fd in (1, 2))
         if mine and pid != os.getpid() and parent_of(pid) is not None:
             found.append(pid)
     return found
+
+
+def channel_prefix(run_id: str) -> str:
+    """Return how the name of the run's channel folder begins; see `soup_flows.launch.layout`."""
+    return f"soup-flows-{run_id}@"
+
+
+def tidies_up(pid: int) -> bool:
+    """Return whether `pid` removes the shared memory of others once these are gone, and then ends by itself.
+
+    These are Python's resource tracker (multiprocessing/resource_tracker.py) and torch's `torch_shm_manager`
+    (torch/lib/libshm/manager.cpp). Killed with the rest they would leave `/dev/shm` full.
+    """
+    command = _read(f"/proc/{pid}/cmdline")
+    return any(word in command for word in _TIDYING)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def send(pids: Iterable[int], number: int) -> list[int]:
@@ -82,10 +116,10 @@ def send(pids: Iterable[int], number: int) -> list[int]:
 
 
 def pidfd(pid: int) -> int:
-    """Return a descriptor that becomes readable when `pid` ends, -1 if it has ended."""
+    """Return a descriptor that becomes readable when `pid` ends; -1 if it has ended, or before Linux 5.3."""
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError:
         return -1
 
 
@@ -127,6 +161,14 @@ def scheduler() -> str | None:
     """Name the scheduler that may take this machine away by SIGTERM, as its variables show; else None."""
     known = (("slurm", "SLURM_JOB_ID"), ("kubernetes", "KUBERNETES_SERVICE_HOST"))
     return next((name for name, key in known if key in os.environ), None)
+
+
+def peak_bytes() -> int | None:
+    """Return the most memory that this process has held (`VmHWM`, `man 5 proc`), None if unreadable."""
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith(b"VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def oom_kills() -> int | None:

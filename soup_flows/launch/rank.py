@@ -13,18 +13,26 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import logging
 import math
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from soup_flows.launch import layout
 from soup_flows.launch.proc import PR_SET_PDEATHSIG, prctl
 from soup_flows.paths import write_json
+
+EVENT_TEXT_LIMIT = 4000
+"""Characters of an error or warning in an event; `errors/` and `logs/` have all of it."""
+WARNINGS_LIMIT = 50
+"""Different warnings of a rank that become events."""
 
 _stack_file: IO[str] | None = None
 _heartbeat_fd: int | None = None
@@ -102,7 +110,7 @@ def heartbeat(step: int, phase: str = "train") -> None:
     Args:
         step: number of optimizer steps made so far.
         phase: one word; anything but `train` (such as `load`, `evaluate`, `save`) gives all ranks the long
-            start-up limit, because the others wait for this one.
+            start-up limit, because the others wait for this one. `end` says that the result is safe.
     """
     global _heartbeat_fd
     attempt = attempt_dir()
@@ -161,6 +169,8 @@ class EventWriter:
 def write_error(error: BaseException) -> Path | None:
     """Write what ended this rank to the attempt's `errors/rank_<r>.json`, for `soup_flows.launch.outcome`.
 
+    A short form goes out as the event `error`, so that the flow can show it before the attempt has ended.
+
     The file holds `type`, `types` (the class, its bases and those of its causes), `message`, `traceback`,
     `time` (Unix seconds) and, if the exception carries one, its `failure_class`.
 
@@ -190,6 +200,41 @@ def write_error(error: BaseException) -> Path | None:
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return write_json(path, value)
+        write_json(path, value)
+        events = EventWriter(attempt / "events.jsonl", rank_number())
+        text = f"{value['type']}: {error}"[:EVENT_TEXT_LIMIT]
+        events.write("error", message=text, traceback=str(value["traceback"])[-EVENT_TEXT_LIMIT:])
+        events.close()
     except OSError:
         return None
+    return path
+
+
+def report_warnings(events: EventWriter, loggers: Sequence[str] = ()) -> None:
+    """Write each warning of Python and of the named loggers once as an event `warning`; they are shown as before.
+
+    Args:
+        events: where to.
+        loggers: names of loggers, whose records of level WARNING and above count.
+    """
+    seen: set[str] = set()
+
+    def write(text: str) -> None:
+        text = " ".join(text.split())[:EVENT_TEXT_LIMIT]
+        if text not in seen and len(seen) < WARNINGS_LIMIT:
+            seen.add(text)
+            events.write("warning", message=text)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            write(record.getMessage())
+
+    show = warnings.showwarning
+
+    def show_and_write(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+        show(message, category, *where, **how)
+        write(f"{category.__name__}: {message}")
+
+    warnings.showwarning = show_and_write
+    for name in loggers:
+        logging.getLogger(name).addHandler(Handler(logging.WARNING))

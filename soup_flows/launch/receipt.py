@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from soup_flows.launch import layout
+from soup_flows.launch import layout, proc
 from soup_flows.paths import AttemptPaths, write_json
 
 # torch 2.13, distributed/elastic/multiprocessing/api.py, SubprocessContext._poll
@@ -18,6 +18,24 @@ _FAILED = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\
 
 SAVING_REASONS = ("signal", "stopped", "preempted", "holder_gone", "timeout")
 """Ends in which the ranks are well and may save a checkpoint first."""
+
+
+def new_receipt(run_id: str) -> dict[str, Any]:
+    """Return the receipt of an attempt that begins now."""
+    return {
+        "v": layout.PROTOCOL_VERSION,
+        "run_id": run_id,
+        "reason": "",
+        "detail": "",
+        "started": time.time(),
+        "stop_time": None,
+        "exit_code": None,
+        "signalled": [],
+        "dead_ranks": [],
+        "stall": None,
+        "oom_kills_before": proc.oom_kills(),
+        "scheduler": proc.scheduler(),
+    }
 
 
 def first_failure(launcher_log: Path) -> dict[str, int] | None:

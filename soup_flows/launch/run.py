@@ -22,7 +22,7 @@ from soup_flows.launch.events import last_lines
 from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
 from soup_flows.launch.receipt import read_receipt, remove_temporary
 from soup_flows.launch.ship import OnEvents, OnLines, Tailer
-from soup_flows.launch.supervisor import STOP_SIGNALS, UNKILLABLE_S
+from soup_flows.launch.supervisor import STOP_SIGNALS, TIDYING_S, UNKILLABLE_S
 from soup_flows.paths import write_json
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from soup_flows.launch.supervisor import main; main()"
@@ -74,7 +74,7 @@ def run(
     sweep(plan.run_id)
     attempt = plan.attempt_paths
     attempt.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-    channel = Path(tempfile.mkdtemp(prefix=_channel_prefix(plan.run_id)))
+    channel = Path(tempfile.mkdtemp(prefix=proc.channel_prefix(plan.run_id)))
     tailer = Tailer(plan, on_lines, on_events, poll_s)
     supervisor: subprocess.Popen[bytes] | None = None
     try:
@@ -147,11 +147,25 @@ def _ended(supervisor: subprocess.Popen[bytes], within_s: float) -> bool:
     """Return whether the supervisor has ended, waiting at most `within_s` seconds; it is not reaped."""
     if supervisor.returncode is not None:
         return True
-    pidfd = os.pidfd_open(supervisor.pid)
+    pidfd = proc.pidfd(supervisor.pid)
+    if pidfd < 0:
+        return _ended_by_polling(supervisor.pid, within_s)
     try:
-        return bool(select.select([pidfd], [], [], within_s)[0])
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(1000 * within_s))
     finally:
         os.close(pidfd)
+
+
+def _ended_by_polling(pid: int, within_s: float) -> bool:
+    """The same where the kernel, or a container's filter, has no `pidfd_open`."""
+    end = time.monotonic() + within_s
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _close_lease(supervisor: subprocess.Popen[bytes], reason: str) -> None:
@@ -222,16 +236,14 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
     while proc.marked(run_id, proc.SUPERVISOR_MARKER) and time.monotonic() < end:
         time.sleep(0.05)
     killed: set[int] = set()
-    end = time.monotonic() + UNKILLABLE_S
-    while (left := proc.marked(run_id)) and time.monotonic() < end:
+    begun = time.monotonic()
+    while (left := proc.marked(run_id)) and time.monotonic() < begun + UNKILLABLE_S:
+        if time.monotonic() < begun + TIDYING_S:
+            left = [pid for pid in left if not proc.tidies_up(pid)]
         killed.update(proc.send(left, signal.SIGKILL))
         time.sleep(0.02)
-    for folder in Path(tempfile.gettempdir()).glob(glob.escape(_channel_prefix(run_id)) + "*"):
+    for folder in Path(tempfile.gettempdir()).glob(glob.escape(proc.channel_prefix(run_id)) + "*"):
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
             remove_temporary(folder, None)
     return sorted(killed)
-
-
-def _channel_prefix(run_id: str) -> str:
-    return f"soup-flows-{run_id}@"

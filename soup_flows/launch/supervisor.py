@@ -6,7 +6,7 @@ by SIGKILL.
 
 How everything below is found again, whatever it does:
 - this process is a child subreaper, so every orphan comes back to it and parent links lead to all of them;
-- each process inherits `SOUP_FLOWS_RUN=<run id>`, which stays readable in `/proc`;
+- each process inherits `SOUP_FLOWS_RUN=<run id>`, which stays readable in `/proc`, and prints into a FIFO of the run;
 - the launcher has SIGKILL as parent-death signal, and so has each rank (`rank.attach`), in case this process
   is killed itself.
 This process stays in the flow's process group to hear the signals that Prefect sends to it, and leaves it on
@@ -29,7 +29,13 @@ from typing import Any
 from soup_flows.launch import layout, proc
 from soup_flows.launch.kernel import kernel_lines
 from soup_flows.launch.pump import Pump, RotatingLog, make_fifo
-from soup_flows.launch.receipt import announce_stop, first_failure, remove_temporary, write_receipt
+from soup_flows.launch.receipt import (
+    announce_stop,
+    first_failure,
+    new_receipt,
+    remove_temporary,
+    write_receipt,
+)
 from soup_flows.launch.watchdog import Watchdog
 
 TICK_S = 0.5
@@ -40,6 +46,8 @@ RANK_DEATH_S = 8.0
 """Seconds the launcher gets to stop the other ranks when one died; alone it waits 30 (torch 2.13)."""
 STACKS_S = 2.0
 """Seconds the ranks get to write their stacks before a stalled run is stopped."""
+TIDYING_S = 1.0
+"""Seconds from the first SIGKILL that processes get which remove the shared memory of those that are gone."""
 UNKILLABLE_S = 5.0
 """Seconds from the first SIGKILL until what is still there (stuck in a driver) is a survivor."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -55,20 +63,7 @@ class Supervisor:
         self.attempt, self.channel = Path(spec["attempt_dir"]), Path(spec["channel"])
         self.budget_s: float = spec["stop_budget_s"]
         self.started = time.monotonic()
-        self.receipt: dict[str, Any] = {
-            "v": layout.PROTOCOL_VERSION,
-            "run_id": self.run_id,
-            "reason": "",
-            "detail": "",
-            "started": time.time(),
-            "stop_time": None,
-            "exit_code": None,
-            "signalled": [],
-            "dead_ranks": [],
-            "stall": None,
-            "oom_kills_before": proc.oom_kills(),
-            "scheduler": proc.scheduler(),
-        }
+        self.receipt = new_receipt(self.run_id)
         self.status: int | None = None
         """Wait status of the launcher once it has ended."""
         self.kill_at: float | None = None
@@ -81,13 +76,14 @@ class Supervisor:
         self.poll = select.poll()
         self.pumps: dict[int, Pump] = {}
         self.rank_fds: dict[int, int] = {}
+        self.gone: set[int] = set()
         self.watchdog = Watchdog(self.attempt, self.ranks, **spec["stall"])
 
     # -- start -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Become a subreaper, open every pipe, and start the launcher."""
-        proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
+        self.receipt["subreaper"] = proc.prctl(proc.PR_SET_CHILD_SUBREAPER, 1)
         for fd in self.spec["lease_fds"]:
             os.set_inheritable(fd, False)  # the ranks must not keep a lease
         self.wake_fd, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -95,16 +91,14 @@ class Supervisor:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda _number, _frame: None)  # the number arrives through the wake-up pipe
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        self.holder_fd = proc.pidfd(self.spec["holder_pid"])
         for rank in range(self.ranks):
             self._add_pump(make_fifo(layout.fifo(self.channel, rank)), layout.rank_log(self.attempt, rank))
         output, agent_output = os.pipe2(os.O_CLOEXEC)
         self.agent_pump = self._add_pump(output, layout.launcher_log(self.attempt))
         self.agent = self._start_agent(agent_output)
         os.close(agent_output)
-        for fd in (0, self.wake_fd, self.holder_fd):
-            if fd >= 0:
-                self.poll.register(fd, select.POLLIN)
+        for fd in (0, self.wake_fd):
+            self.poll.register(fd, select.POLLIN)
 
     def _add_pump(self, fd: int, path: Path) -> Pump:
         pump = Pump(fd, RotatingLog(path, self.spec["log_limit_bytes"]))
@@ -120,9 +114,9 @@ class Supervisor:
     # -- watch -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve pipes, signals and clocks until nothing is left below this process."""
+        """Serve pipes, signals and clocks until nothing of the run is left."""
         checked = 0.0
-        while self._reap():
+        while self._reap() or self._living():
             ready = self.poll.poll(1000 * (TICK_S if self.kill_at is None else STOPPING_TICK_S))
             now = time.monotonic()
             for fd, _ in ready:
@@ -170,9 +164,6 @@ class Supervisor:
             self._stop(
                 "stopped" if text else "holder_gone", text or "the flow process ended", self._grace_s()
             )
-        elif fd == self.holder_fd:
-            self.poll.unregister(fd)
-            self._stop("holder_gone", "the flow process ended", self._grace_s())
 
     def _check(self, now: float) -> None:
         """What is looked at twice a second: new ranks, deadlines, heartbeats, moving progress bars."""
@@ -180,7 +171,9 @@ class Supervisor:
             pump.tick(now)
         self._find_ranks()
         timeout_s = self.spec["timeout_s"]
-        if timeout_s is not None and now - self.started > timeout_s:
+        if os.getppid() != self.spec["holder_pid"]:  # a fork of the flow may keep the lease open
+            self._stop("holder_gone", "the flow process ended", self._grace_s())
+        elif timeout_s is not None and now - self.started > timeout_s:
             self._stop("timeout", f"the time limit of {timeout_s:g} s has passed", self._grace_s())
         elif self.death_until is not None and now > self.death_until:
             self._stop("rank_died", "a rank died and the launcher did not stop the others", LEFTOVERS_S)
@@ -203,14 +196,16 @@ class Supervisor:
                 continue
             self.rank_pids[rank] = pid
             fd = proc.pidfd(pid)
-            if fd < 0:
-                self._rank_gone(rank)
-            else:
+            if fd >= 0:
                 self.rank_fds[fd] = rank
                 self.poll.register(fd, select.POLLIN)
+        for rank in set(self.rank_pids) - self.gone - set(self.rank_fds.values()):
+            if proc.parent_of(self.rank_pids[rank]) is None:
+                self._rank_gone(rank)
 
     def _rank_gone(self, rank: int) -> None:
         """A rank's process ended; without its clean mark that is a death and the others have to follow."""
+        self.gone.add(rank)
         if not layout.clean_mark(self.channel, rank).exists():
             dead = {"rank": rank, "pid": self.rank_pids[rank], "time": time.time()}
             self.receipt["dead_ranks"].append(dead)
@@ -247,6 +242,8 @@ class Supervisor:
         if self.status is None and now < self.kill_at:
             return
         left = self._living()
+        if now < self.kill_at + TIDYING_S:
+            left = [pid for pid in left if not proc.tidies_up(pid)]
         if now >= self.kill_at:
             self._signal(left, signal.SIGKILL)
         else:
@@ -279,6 +276,8 @@ class Supervisor:
             oom_kills_after=proc.oom_kills(),
             kernel=kernel_lines(self.started) if self.receipt["dead_ranks"] or code else [],
             log_bytes_lost=sum(pump.log.lost_bytes for pump in self.pumps.values()),
+            supervisor_peak_bytes=proc.peak_bytes(),
+            supervisor_cpu_s=round(time.process_time(), 3),
             seconds=round(now - self.started, 3),
             seconds_to_clean=round(now - self.asked_s, 3),
             ended=time.time(),

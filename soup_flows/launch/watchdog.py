@@ -29,7 +29,8 @@ class Watchdog:
 
     While every rank is in phase `train` the threshold is `max(floor_s, factor * longest step so far)`. Before
     the first step, and while any rank is in another phase (loading, evaluating, saving), it is `startup_s`:
-    the others then wait for that rank.
+    the others then wait for that rank. Once a rank is in phase `end` it is `floor_s`: all is saved, and what
+    still runs hangs at its exit.
     """
 
     def __init__(self, attempt: Path, ranks: int, floor_s: float, factor: float, startup_s: float) -> None:
@@ -41,7 +42,10 @@ class Watchdog:
 
     def threshold_s(self) -> float:
         """Return how long the ranks may be quiet at present, in seconds."""
-        training = all(b.phase == "train" for b in self.beats.values())
+        phases = {beat.phase for beat in self.beats.values()}
+        if "end" in phases:
+            return self.floor_s
+        training = phases == {"train"}
         return max(self.floor_s, self.factor * self.longest_step_s) if training else self.startup_s
 
     def check(self, now: float, ended: set[int]) -> dict[str, Any] | None:

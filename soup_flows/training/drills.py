@@ -165,6 +165,7 @@ def rehearse(run_dir: Path, attempt: Path) -> None:
         time.sleep(0.1)
         rank.heartbeat(step)
         events.write("step", step=step, seconds=0.1)
+        print(f"step {step}", flush=True)  # noqa: T201 (the rank's log)
         drill.at_step(step)
 
 

@@ -81,6 +81,8 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     )
     transformers.utils.logging.disable_progress_bar()
     job = _read_job(run_dir, attempt_dir)
+    if job.is_main:
+        rank.report_warnings(job.events, ("transformers", "accelerate", "peft", "trl", "DeepSpeed"))
     _check_world(job.plan)
     job.events.write(
         "started",
@@ -148,6 +150,7 @@ def _finish(
     }
     write_json(job.attempt.result, result)
     job.events.write("finished", **result)
+    rank.heartbeat(step, "end")
 
 
 def _write_stopped(job: Job, trainer: SoupTrainer) -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from soup_flows.errors import FailureClass
+from soup_flows.attempt import error_lines
+from soup_flows.errors import FAILURES, FailureClass, TrainingFailed
 from soup_flows.launch import layout
 from soup_flows.launch.advice import ADVICE, match_text, match_types
 from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
-from soup_flows.launch.outcome import classify
+from soup_flows.launch.outcome import classify, tails
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.pump import Pump, RotatingLog
 from soup_flows.launch.rank import EventWriter, write_error
 from soup_flows.launch.watchdog import Watchdog
+from soup_flows.pages import report_page
 from soup_flows.paths import RunPaths
+from soup_flows.report import TrainReport
 
 RECEIPT: dict[str, Any] = {
     "reason": "exited",
@@ -149,6 +154,18 @@ def test_watchdog_threshold_follows_the_longest_step(tmp_path: Path) -> None:
     assert dog.check(47, {0, 1}) is None
 
 
+def test_watchdog_does_not_wait_long_for_an_exit(tmp_path: Path) -> None:
+    dog = Watchdog(tmp_path, 2, floor_s=10, factor=2, startup_s=1000)
+    dog.check(0, set())
+    for rank, phase in ((0, "verify"), (1, "train")):
+        beat(tmp_path, rank, 5, phase, 1)
+    assert dog.check(1, set()) is None
+    assert dog.threshold_s() == 1000
+    beat(tmp_path, 0, 5, "end", 2)
+    assert dog.check(2, {1}) is None
+    assert [dog.check(now, {1}) is None for now in (11, 13)] == [True, False]
+
+
 def test_watchdog_forgives_a_paused_machine(tmp_path: Path) -> None:
     dog = Watchdog(tmp_path, 1, floor_s=10, factor=2, startup_s=100)
     dog.check(0, set())
@@ -274,7 +291,81 @@ def test_what_happened_before_a_stop_is_the_cause_and_what_follows_is_not(
     assert "before" in classify(RunPaths(tmp_path).attempt(1), stopped).cause
 
 
+def test_a_rank_that_nobody_reads_any_more_is_not_the_cause(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch
+) -> None:
+    failed(attempt_env, 0, BrokenPipeError(32, "Broken pipe"), 10.0)
+    died = {**RECEIPT, "reason": "supervisor_died", "detail": "killed by SIGKILL", "stop_time": 11.0}
+    attempt = RunPaths(tmp_path).attempt(1)
+    assert classify(attempt, died).failure_class == "rank_killed"
+    assert classify(attempt, RECEIPT).failure_class == "code_error"
+    failed(attempt_env, 1, KeyError("messages"), 9.0)
+    assert "KeyError" in classify(attempt, died).cause
+
+
 def test_every_class_has_advice_and_every_row_is_reachable() -> None:
     assert set(ADVICE) == set(FailureClass.__args__)  # type: ignore[attr-defined]
     assert match_text("all is well") is None
     assert match_types(["builtins.KeyError"]) is None
+
+
+@pytest.mark.parametrize("failure_class", FailureClass.__args__)  # type: ignore[attr-defined]
+def test_every_class_is_an_exception_that_pickles_and_gives_the_advice_first(
+    failure_class: FailureClass,
+) -> None:
+    error = TrainingFailed(failure_class, "rank 1 failed", ADVICE[failure_class], "/runs/r")
+    assert type(error) is FAILURES[failure_class] is not TrainingFailed
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (again.failure_class, again.cause, again.run_dir) == (failure_class, "rank 1 failed", "/runs/r")
+    assert str(again) == str(error)
+    assert str(error).startswith(f"What to do: {ADVICE[failure_class]}")
+
+
+def test_an_error_of_a_rank_is_an_event_too(tmp_path: Path, attempt_env: pytest.MonkeyPatch) -> None:
+    failed(attempt_env, 1, ValueError("row 7 has no text"), 1.0)
+    (event,) = tail_events(tmp_path / "attempt-1" / "events.jsonl").poll()
+    assert (event["kind"], event["rank"]) == ("error", 1)
+    assert event["message"] == "builtins.ValueError: row 7 has no text"
+    assert error_lines([event, event | {"rank": 0}, event | {"kind": "step"}]) == [
+        "rank 1: ValueError: row 7 has no text"
+    ]
+
+
+def test_warnings_become_events_once(tmp_path: Path) -> None:
+    program = """
+import logging, sys, warnings
+from soup_flows.launch.rank import EventWriter, report_warnings
+report_warnings(EventWriter(sys.argv[1], 0), ["lib"])
+warnings.simplefilter("always")
+for _ in range(3):
+    warnings.warn("slow path")
+    logging.getLogger("lib.part").warning("no\\nkernel for %s", "this")
+logging.getLogger("other").warning("not ours")
+"""
+    path = tmp_path / "events.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], check=True, capture_output=True, text=True
+    )
+    assert [(e["kind"], e["message"]) for e in tail_events(path).poll()] == [
+        ("warning", "UserWarning: slow path"),
+        ("warning", "no kernel for this"),
+    ]
+    assert done.stderr.count("UserWarning: slow path") == 3
+
+
+def test_the_last_lines_of_every_rank_are_in_a_failure(tmp_path: Path) -> None:
+    attempt = RunPaths(tmp_path).attempt(1)
+    attempt.logs.mkdir(parents=True)
+    attempt.launcher_log.write_text("E launcher\n")
+    for rank in (0, 1):
+        lines = [f"\x1b[31m{n} of {rank}\x1b[0m" for n in range(100)] + ["y" * 5000]
+        attempt.rank_log(rank).write_text("\n".join(lines) + "\n")
+    found = tails(attempt)
+    assert list(found) == ["launcher", "rank_0", "rank_1"]
+    assert [len(found[f"rank_{r}"]) for r in (0, 1)] == [40, 40]
+    assert found["rank_1"][:2] == ["61 of 1", "62 of 1"]
+    assert found["rank_1"][-1] == "y" * 1000
+    report = TrainReport(run_id="r", run_dir="/r", state="failed", failure_class="unknown", last_lines=found)
+    page = report_page(report)
+    assert "rank 1:\n\n    61 of 1\n" in page

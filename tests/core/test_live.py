@@ -120,6 +120,9 @@ def test_words_of_the_kernel_about_others_are_not_ours() -> None:
         ("slurm", "stopped", "the server says the run is Cancelling", "cancelled"),
         (None, "signal", "SIGTERM", "cancelled"),
         ("slurm", "timeout", "the time limit of 5 s has passed", "timeout"),
+        ("slurm", "stopped", "interrupted by TaskRunTimeoutError", "timeout"),
+        (None, "supervisor_died", "exit code 1\nOSError: [Errno 28] No space left on device", "disk_full"),
+        (None, "supervisor_died", "killed by SIGKILL", "rank_killed"),
     ],
 )
 def test_preempted_is_a_signal_under_a_scheduler(
@@ -128,6 +131,14 @@ def test_preempted_is_a_signal_under_a_scheduler(
     attempt = AttemptPaths(tmp_path_factory.mktemp("attempt"))
     found = classify(attempt, receipt(scheduler=scheduler, reason=reason, detail=detail))
     assert found.failure_class == failure_class
+
+
+def test_a_rank_that_leaves_without_an_error_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    attempt = AttemptPaths(tmp_path_factory.mktemp("attempt"))
+    dead = [{"rank": 1, "pid": 5, "time": 1.0}]
+    found = classify(attempt, receipt(exit_code=0, dead_ranks=dead))
+    assert found.failure_class == "unknown"
+    assert "rank 1 left before training had finished" in found.cause
 
 
 def test_an_abort_after_the_result_is_a_warning() -> None:

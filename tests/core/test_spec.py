@@ -79,7 +79,7 @@ def test_errors_survive_pickling() -> None:
         "smaller batch",
         "/run",
     )
-    assert str(failed).startswith("cuda_oom: too big")
+    assert str(failed).startswith("What to do: smaller batch\ncuda_oom: too big")
 
 
 def test_every_field_says_what_it_is() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from soup_flows import tasks
-from soup_flows.attempt import free_devices, run_attempt
+from soup_flows.attempt import free_devices, free_now, run_attempt
 from soup_flows.errors import Refused, TrainingFailed
+from soup_flows.hardware import RecordedProbe, detect
 from soup_flows.launch import proc
-from soup_flows.launch.devices import Device, core_slots
+from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.leases import LEASE_DIR, holder, leased
 from soup_flows.launch.plan import LeaseSettings
 from soup_flows.report import TrainReport
@@ -175,6 +177,46 @@ def test_sick_and_foreign_devices(tmp_path: Path) -> None:
         assert free_devices([sick, used, Device("g2", "slot"), Device("g3", "slot")], tmp_path) == {"g3"}
 
 
+def test_runs_on_one_divided_gpu_get_different_slices(tmp_path: Path) -> None:
+    probe = RecordedProbe(Path(__file__).parents[1] / "data/hardware/mig-slices.json")
+    hardware = detect("cuda", probe=probe, environ={})
+    first, other = hardware.gpus[0], hardware.unused[0]
+    assert [device.id for device in gpu_devices(hardware.gpus, hardware.unused)] == [first.uuid]
+    alike = other.model_copy(update={"name": first.name})
+    slices = gpu_devices(hardware.gpus, [alike, *hardware.unused[1:]])
+    with leased(1, lambda: slices, "run-a", folder=tmp_path) as mine:
+        assert mine.devices == (first.uuid,)
+        with leased(1, lambda: slices, "run-b", folder=tmp_path) as others:
+            assert others.devices == (other.uuid,)
+            assert other.uuid.startswith("MIG-")
+
+
+def test_auto_takes_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEASE_DIR, str(tmp_path))
+    probe = RecordedProbe(Path(__file__).parents[1] / "data/hardware/8xh100-foreign-processes.json")
+    hardware = detect("cuda", probe=probe, environ={})
+    spec = parse_spec({"model": "m", "dataset": "d"})
+    devices = gpu_devices(hardware.gpus)
+    good = [device.id for device in devices if not device.sick and not device.occupied]
+    with leased(2, lambda: devices, "run-a", folder=tmp_path) as taken:
+        free = [gpu.uuid for gpu in free_now(spec, hardware).gpus]
+    assert set(free) == set(good) - set(taken.devices)
+    assert len(free) == len(good) - 2 > 0
+    assert free_now(parse_spec({"model": "m", "dataset": "d", "gpus": 4}), hardware) == hardware
+
+
+def test_limits_of_the_spec_reach_the_supervisor(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    limits = {"timeout_min": 0.5, "stall_floor_s": 77, "stop_budget_s": 9, "lease": "on", "max_wait_min": 2}
+    values = parameters("ddp", tmp_path) | {"launcher": limits}
+    spec = parse_spec(values)
+    hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
+    plan = tasks.write_temp_config.fn(spec, hardware, tasks.resolve_sharding_config.fn(spec, hardware))
+    assert (plan.timeout_s, plan.stall.floor_s, plan.stop_budget_s) == (30, 77, 9)
+    assert plan.lease == LeaseSettings(kind="core", max_wait_s=120)
+
+
 def test_stopped_while_waiting(hold: Holder, tmp_path: Path) -> None:
     says(hold(1, "run-a", "g0"))
     asked = "the server says the run is Cancelling"
@@ -216,3 +258,17 @@ def test_a_run_that_waited_too_long_says_for_whom(
     report = TrainReport.load(failed.value.run_dir)
     assert (report.state, report.failure_class) == ("failed", "timeout")
     assert proc.marked(plan.run_id) == []
+
+
+def test_a_launch_that_cannot_begin_is_a_failure(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parse_spec(parameters("ddp", tmp_path))
+    hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
+    plan = tasks.write_temp_config.fn(spec, hardware, tasks.resolve_sharding_config.fn(spec, hardware))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        tasks.launch_distributed_train.fn(plan)
+    report = TrainReport.load(plan.run_dir)
+    assert (report.state, report.failure_class) == ("failed", "unknown")
+    assert "FileNotFoundError" in report.cause

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from soup_flows.cli import main
-from soup_flows.drill import drill
 from soup_flows.drill.cases import DRILLS
 from soup_flows.errors import Refused
 from soup_flows.spec import parse_spec
@@ -16,14 +18,26 @@ from soup_flows.spec import parse_spec
 KEYS = ("expected_class", "found_class", "survivors", "seconds_to_clean", "steps_lost")
 
 
+QUICK = [name for name, case in DRILLS.items() if case.quick]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All drills about processes, as the command runs and prints them."""
+    folder = tmp_path_factory.mktemp("drills")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["drill", "all", "--quick", "--json", "--output-dir", str(folder)])
+    return {result["drill"]: result for result in json.loads(printed.getvalue())["results"]}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [name for name, case in DRILLS.items() if case.quick])
-def test_a_drill_ends_clean(name: str, tmp_path: Path) -> None:
-    result = drill(name, tmp_path, quick=True)
-    assert result.found_class == result.expected_class
-    assert result.survivors == 0
-    assert result.leftovers == ()
-    assert result.passed, result
+@pytest.mark.parametrize("name", QUICK)
+def test_a_drill_ends_clean(name: str, results: dict[str, dict[str, Any]]) -> None:
+    result = results[name]
+    assert result["found_class"] == result["expected_class"], result
+    assert (result["survivors"], result["leftovers"]) == (0, [])
+    assert result["passed"], result
 
 
 @pytest.mark.ranks

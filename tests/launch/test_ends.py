@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from soup_flows.launch import proc
 from soup_flows.launch.outcome import classify, tails
 from soup_flows.launch.plan import StallSettings
 from soup_flows.launch.run import run, sweep
-from tests.launch.conftest import Launch, until
+from tests.launch.conftest import HOLDER, Launch, until
 
 pytestmark = pytest.mark.ranks
 
@@ -357,3 +358,91 @@ def test_sweep_before_a_launch_removes_the_leftovers_of_a_crash(launch: Launch) 
     until(lambda: proc.marked(launch.run_id) == [left.pid])
     run(launch.plan("print('hello')\n"))
     assert left.wait() == -signal.SIGKILL
+
+
+SHARED_MEMORY = """
+from multiprocessing import shared_memory
+block = shared_memory.SharedMemory(create=True, size=1 << 16)
+(attempt / f"shm_{me}").write_text(block.name)
+"""
+
+
+@pytest.mark.parametrize("victim", ["flow", "supervisor"])
+def test_shared_memory_of_killed_ranks_is_given_back(launch: Launch, victim: str) -> None:
+    """Python's resource tracker removes it once its rank is gone; it must not be killed before."""
+    holder = launch.hold(launch.plan(SHARED_MEMORY + DEAF, stop_budget_s=2))
+    launch.ranks_ready()
+    if victim == "flow":
+        holder.kill()
+    else:
+        os.kill(launch.supervisor(), signal.SIGKILL)
+    holder.wait()
+    launch.assert_clean()
+    blocks = [Path("/dev/shm") / (launch.attempt.root / f"shm_{r}").read_text() for r in (0, 1)]
+    assert [block for block in blocks if block.exists()] == []
+
+
+BARE_HELPER = """
+if me == 0:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    helper = subprocess.Popen([sys.executable, "-c", deaf], env={}, start_new_session=True)
+    (attempt / "helper").write_text(str(helper.pid))
+"""
+
+
+@pytest.mark.parametrize("victim", ["flow", "supervisor"])
+def test_a_helper_without_the_marker_is_found(launch: Launch, victim: str) -> None:
+    holder = launch.hold(launch.plan(BARE_HELPER + DEAF, stop_budget_s=2))
+    launch.ranks_ready()
+    helper = int((launch.attempt.root / "helper").read_text())
+    assert proc.MARKER not in Path(f"/proc/{helper}/environ").read_text()
+    assert helper in proc.marked(launch.run_id)
+    if victim == "flow":
+        holder.kill()
+    else:
+        os.kill(launch.supervisor(), signal.SIGKILL)
+    holder.wait()
+    launch.assert_clean()
+    assert proc.parent_of(helper) is None
+
+
+STRICT_CONTAINER = """
+import ctypes, errno, os, platform, struct, sys
+def instruction(code, yes, no, value): return struct.pack("HBBI", code, yes, no, value)
+LOAD, EQUALS, RETURN = 0x20, 0x15, 0x06  # linux/bpf_common.h, as seccomp (2) takes them
+PRCTL, PIDFD_OPEN = {"x86_64": (157, 434), "aarch64": (167, 434)}[platform.machine()]
+REFUSE, ALLOW = 0x00050000 | errno.EPERM, 0x7fff0000
+rules = b"".join([
+    instruction(LOAD, 0, 0, 0),                # the system call's number
+    instruction(EQUALS, 4, 0, PIDFD_OPEN),
+    instruction(EQUALS, 0, 2, PRCTL),
+    instruction(LOAD, 0, 0, 16),               # prctl's option
+    instruction(EQUALS, 1, 0, 36),             # PR_SET_CHILD_SUBREAPER
+    instruction(RETURN, 0, 0, ALLOW),
+    instruction(RETURN, 0, 0, REFUSE),
+])
+memory = ctypes.create_string_buffer(rules)
+program = struct.pack("HxxxxxxQ", len(rules) // 8, ctypes.addressof(memory))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0     # PR_SET_NO_NEW_PRIVS
+assert libc.prctl(22, 2, ctypes.create_string_buffer(program), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+assert libc.prctl(36, 1, 0, 0, 0) == -1
+"""
+
+
+@pytest.mark.parametrize("victim", ["flow", "rank", "nobody"])
+def test_a_container_without_subreaper_and_pidfd(launch: Launch, victim: str) -> None:
+    body = STRAY + ("print('done')\n" if victim == "nobody" else DEAF)
+    holder = launch.hold(launch.plan(body, stop_budget_s=2), STRICT_CONTAINER + HOLDER)
+    if victim != "nobody":
+        ranks = launch.ranks_ready()
+        os.kill(holder.pid if victim == "flow" else ranks[1], signal.SIGKILL)
+    holder.wait()
+    launch.assert_clean()
+    receipt = receipt_of(launch)
+    assert receipt["subreaper"] is False
+    assert receipt["survivors"] == []
+    reasons = {"flow": "holder_gone", "rank": "rank_died", "nobody": "exited"}
+    assert receipt["reason"] == reasons[victim]
+    if victim == "rank":
+        assert classify(launch.attempt, receipt).failure_class == "rank_killed"

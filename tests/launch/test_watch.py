@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import logging
 import re
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from soup_flows.attempt import run_attempt
 from soup_flows.launch import layout
 from soup_flows.launch.plan import StallSettings
 from soup_flows.launch.run import run
@@ -91,6 +93,20 @@ def test_failing_callback_is_no_reason_to_stop(launch: Launch) -> None:
         raise ValueError("a bug in a callback")
 
     assert run(launch.plan("print('hello')\n"), on_lines=on_lines).exit_code == 0
+
+
+def test_errors_of_every_rank_are_passed_on(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    body = """
+ready()
+while not (attempt / "ready_1").exists(): time.sleep(0.05)
+if me == 1: fail(ValueError("row 7 has no text"))
+time.sleep(600)
+"""
+    with caplog.at_level(logging.INFO):
+        run_attempt(launch.plan(body), logging.getLogger("run"), lambda: None)
+    (error,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "rank 1: Traceback" in error.getMessage()
+    assert error.getMessage().endswith("rank 1: ValueError: row 7 has no text")
 
 
 def test_long_saving_is_no_stall(launch: Launch) -> None:
