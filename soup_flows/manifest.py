@@ -40,7 +40,7 @@ class Manifest(BaseModel):
     adapters: bool
     """Whether adapters were trained instead of the whole model."""
     identity: dict[str, Any]
-    """Every setting that decides what is trained, by dotted name; see `soup_flows.resume.identity`."""
+    """Every setting that decides what is trained, by dotted name; see `soup_flows.resume_fit.identity`."""
     spec_hash: str
     """SHA-256 of `identity`."""
     data_hash: str | None = None

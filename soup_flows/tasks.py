@@ -196,7 +196,7 @@ def write_temp_config(
     orders = find_start(spec, plan, paths, change)
     paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
-    config_path = _write_config(spec, plan, paths)
+    config_path = _write_config(spec, plan, paths, orders.universal)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
@@ -227,16 +227,20 @@ def write_temp_config(
     return launch
 
 
-def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths) -> str | None:
-    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte."""
+def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:
+    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte.
+
+    With `universal` the ranks are told to read DeepSpeed's universal form of the checkpoint.
+    """
     if not plan.config:
         return None
     if spec.deepspeed_config:
         content = Path(spec.deepspeed_config).expanduser().read_bytes()
         write_atomic(paths.config(plan.engine), content)
         return str(write_atomic(paths.temp / "deepspeed_config.json", content))
-    write_json(paths.config(plan.engine), plan.config)
-    return write_deepspeed_config(plan.config, paths.temp)
+    config = plan.config | ({"checkpoint": {"load_universal": True}} if universal else {})
+    write_json(paths.config(plan.engine), config)
+    return write_deepspeed_config(config, paths.temp)
 
 
 def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:

@@ -44,6 +44,7 @@ CORE = (
     "safetensors_header",
     "manifest",
     "checkpoints",
+    "resume_fit",
     "resume",
     "validation",
     "report",

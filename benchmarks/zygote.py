@@ -21,6 +21,7 @@ from soup_flows.training.__main__ import main
 
 
 def serve(path: str) -> None:
+    """Fork an agent for each connection; an attempt is one line of JSON."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
