@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from soup_flows.hardware import Hardware, detect
+from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
@@ -34,13 +35,15 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
     view = LiveView(launch)
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
-        return run(
-            plan,
-            on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-            on_events=view.on_events,
-            should_stop=should_stop,
-            lease_fds=fds,
-        )
+        gpus = [uuid for uuid in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
+        with metered(gpus, plan.attempt_paths.energy):
+            return run(
+                plan,
+                on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
+                on_events=view.on_events,
+                should_stop=should_stop,
+                lease_fds=fds,
+            )
 
     if launch.lease is None:
         return start(launch)

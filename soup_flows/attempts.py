@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import FailureClass, TrainingFailed
+from soup_flows.hardware.energy import used_joules
 from soup_flows.launch.events import tail_events
 from soup_flows.launch.outcome import classify
 from soup_flows.ledger import Attempt, AttemptState, Change, append, read_ledger
@@ -86,6 +87,7 @@ def attempt_row(
         gpu_hours=hours,
         gpu_hours_wasted=0.0 if done else max(0.0, report.seconds - kept_s) * world_size / 3600,
         cost=None if settings.gpu_hour_price is None else hours * settings.gpu_hour_price,
+        energy_joules=used_joules(attempt.energy),
     )
 
 

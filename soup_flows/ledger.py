@@ -87,6 +87,8 @@ class Attempt(BaseModel):
     """Part of it that a later attempt has to spend again: start-up and lost steps."""
     cost: float | None = None
     """`gpu_hours` times `recovery.gpu_hour_price`."""
+    energy_joules: float | None = None
+    """What its GPUs used, by NVML's counters; None where one of them has none, and for a lost attempt."""
 
 
 def read_ledger(path: Path) -> tuple[Attempt, ...]:
