@@ -141,6 +141,13 @@ class Ready:
         launch = write_temp_config(spec, self.hardware, plan, self.run_id, change, self.data)
         return replace(self, change=change, plan=plan, launch=launch)
 
+    def replanned(self, change: Change) -> ShardingPlan | None:
+        """Return what `with_change` would plan, or None if it would be refused; nothing is written."""
+        try:
+            return plan_or_explain(change.apply(self.spec), self.hardware, self.data.train_rows, self.plan)
+        except Refused:
+            return None
+
 
 def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     """Run the six tasks with `values` as the spec, again after failures that another attempt may survive.
@@ -161,7 +168,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             report = _attempt(ready)
         except TrainingFailed as failed:
             report = TrainReport.load(failed.run_dir)
-            decision = decide(ready.spec.recovery, ready.plan, report.ledger)
+            decision = decide(ready.spec.recovery, ready.plan, report.ledger, ready.replanned)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
             if not decision.retry or wait(decision.wait_s, ready.paths):

@@ -30,6 +30,7 @@ from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
 from soup_flows.ledger import Change
 from soup_flows.live import emit_end
+from soup_flows.measured import recall
 from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_run
@@ -96,7 +97,7 @@ def plan_or_explain(
 ) -> ShardingPlan:
     """Return the plan; where there is none, say everything else that is wrong with the spec too."""
     try:
-        return make_plan(spec, hardware, rows, kept=kept)
+        return make_plan(spec, hardware, rows, kept=kept, correction=recall(spec, hardware))
     except Refused as refused:
         raise _with_others(refused, spec) from None
 

@@ -48,6 +48,7 @@ CORE = (
     "resume",
     "validation",
     "report",
+    "measured",
     "attempts",
     "recovery",
     "stop",
