@@ -14,14 +14,21 @@ from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
 from soup_flows.live import LiveView
 from soup_flows.paths import write_json
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
+CLEANING_S = 15.0
+"""Longer than the stop budget, for a runner of the same run that is just being ended."""
+
+
 def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None]) -> Outcome:
     """Lease the devices, run the attempt on them and return how it ended; see `soup_flows.launch.run.run`.
+
+    The run is held meanwhile, so that no other process can launch into its directory.
 
     Args:
         launch: the attempt; with a lease its CUDA_VISIBLE_DEVICES is replaced by the leased devices.
@@ -29,9 +36,16 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
         should_stop: asked about once a second, also while waiting for devices.
 
     Raises:
-        Refused: if the machine has too few healthy devices.
+        Refused: if the machine has too few healthy devices, or another process is running this run.
         TrainingFailed: if the devices did not become free in time.
     """
+    with run_lock(launch.paths, launch.stop_budget_s + CLEANING_S) as lock:
+        return _run_locked(launch, logger, should_stop, lock)
+
+
+def _run_locked(
+    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], lock: int
+) -> Outcome:
     view = LiveView(launch)
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
@@ -42,7 +56,7 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
                 on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
                 on_events=view.on_events,
                 should_stop=should_stop,
-                lease_fds=fds,
+                lease_fds=(lock, *fds),
             )
 
     if launch.lease is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from soup_flows.artifacts import (
     save_run_config,
     save_validation,
 )
+from soup_flows.attempt import CLEANING_S
 from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
@@ -33,6 +35,7 @@ from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     DataSettings,
@@ -156,8 +159,14 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     Prefect's own retries stay at 0, so that nothing is multiplied.
     """
     run_id = runtime.flow_run.id or str(uuid4())
+    with contextlib.ExitStack() as held:
+        return _run_attempts(values, run_id, held)
+
+
+def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitStack) -> TrainReport | State:
+    """Do the work of `run_training`; the run is held by `held` once its directory is known."""
     try:
-        ready = _make_ready(values, run_id)
+        ready = _make_ready(values, run_id, held)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
@@ -190,12 +199,13 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             raise
 
 
-def _make_ready(values: Mapping[str, Any], run_id: str) -> Ready | TrainReport:
+def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitStack) -> Ready | TrainReport:
     """Detect, prepare, plan, validate and write; a report when this work is finished already."""
     spec = parse_spec(values)
     _check_output_outlives_the_run(spec)
     spec = resolve_demo(spec)
     paths = RunPaths.of(spec.output_dir, run_id)
+    held.enter_context(run_lock(paths, spec.launcher.stop_budget_s + CLEANING_S))
     spec, finished = begin(spec, paths)
     if finished is not None:
         get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
@@ -265,7 +275,10 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         problems=refused.problems,
     )
     try:
-        report.save()
+        if not any(
+            problem.id == "RUN001" for problem in refused.problems
+        ):  # the report is the other's to write
+            report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
     save_validation(refused.problems, {})

@@ -18,7 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from soup_flows.artifacts import save_data_report
-from soup_flows.attempt import free_now, lease_settings, run_attempt
+from soup_flows.attempt import CLEANING_S, free_now, lease_settings, run_attempt
 from soup_flows.attempts import record, where_stopped
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
@@ -34,7 +34,8 @@ from soup_flows.measured import recall
 from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_run
-from soup_flows.resume import find_start
+from soup_flows.resume import Orders, find_start
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import asked_to_stop
@@ -188,9 +189,30 @@ def write_temp_config(
         data: what `prepare dataset` returned; without it the first rank prepares the data.
 
     Raises:
-        Refused: if the checkpoint to resume from is not there, broken, or does not fit.
+        Refused: if the checkpoint to resume from is not there, broken, or does not fit; if another process is
+            running this run, or its directory cannot be written.
     """
-    paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
+    paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4()))
+    with run_lock(paths, spec.launcher.stop_budget_s + CLEANING_S):
+        launch, orders = _write_run(spec, hardware, plan, paths, change, data)
+    _logger().info("Run directory: %s", paths.root)
+    for line in orders.set_aside:
+        _logger().warning("Checkpoint set aside: %s", line)
+    if orders.checkpoint:
+        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
+        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
+    return launch
+
+
+def _write_run(
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    paths: RunPaths,
+    change: Change | None,
+    data: PreparedData | None,
+) -> tuple[LaunchPlan, Orders]:
+    """Choose where the next attempt starts, and write its files."""
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
@@ -219,13 +241,7 @@ def write_temp_config(
         lease=lease_settings(spec, plan),
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
-    _logger().info("Run directory: %s", paths.root)
-    for line in orders.set_aside:
-        _logger().warning("Checkpoint set aside: %s", line)
-    if orders.checkpoint:
-        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
-        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
-    return launch
+    return launch, orders
 
 
 def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:

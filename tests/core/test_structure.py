@@ -40,6 +40,7 @@ CORE = (
     "sharding",
     "proof",
     "launch",
+    "run_lock",
     "ledger",
     "safetensors_header",
     "manifest",
