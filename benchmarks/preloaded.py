@@ -37,7 +37,15 @@ def zygote() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def forked(launch: LaunchPlan, socket: Path) -> LaunchPlan:
-    """Return the launch with ranks that are forked from the zygote, instead of torch elastic's."""
+def forked(launch: LaunchPlan, socket: Path, hook: Path | None = None) -> LaunchPlan:
+    """Return the launch with ranks that are forked from the zygote, instead of torch elastic's.
+
+    Args:
+        launch: what would be started.
+        socket: the zygote's.
+        hook: a script that each rank runs before it trains.
+    """
     argv = (sys.executable, "-I", "-S", str(HERE / "zygote_launcher.py"), str(socket))
-    return launch.model_copy(update={"argv": (*argv, str(launch.nproc_per_node), launch.run_dir)})
+    env = launch.env | ({"SOUP_FLOWS_TEST_HOOK": str(hook)} if hook else {})
+    ranks = (str(launch.nproc_per_node), launch.run_dir)
+    return launch.model_copy(update={"argv": (*argv, *ranks), "env": env})

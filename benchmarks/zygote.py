@@ -1,11 +1,13 @@
 """Imports the training stack once and forks the ranks of many attempts: `zygote.py SOCKET`.
 
 Importing takes most of a short run's time. Ranks, their signals, files and the supervisor above are the real
-ones; only the start is shorter. `zygote_launcher.py` takes torch elastic's place in a launch.
+ones; only the start is shorter. `zygote_launcher.py` takes torch elastic's place in a launch. A script named by
+SOUP_FLOWS_TEST_HOOK is run in each rank before it trains.
 """
 
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -55,6 +57,8 @@ def agent(connection: socket.socket) -> None:
             os.setsid()
             os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             sys.argv = ["soup_flows.training", request["run_dir"]]
+            if hook := os.environ.get("SOUP_FLOWS_TEST_HOOK"):
+                runpy.run_path(hook)
             sys.exit(main())
         pids[pid] = number
     failed = False

@@ -159,7 +159,7 @@ def _step_down(
 def _go_back(settings: RecoverySettings, rows: Sequence[Attempt]) -> Change:
     """Return to a checkpoint before the loss was lost, with a lower rate or without the rows of that step."""
     last = rows[-1]
-    change, bad = last.change, max(_bad_steps(last), default=last.last_step + 1)
+    change, bad = last.change, max(_bad_steps(last), default=last.last_step)
     if any(r.failure_class == "nan_loss" and r.from_step == last.good_step for r in rows) and last.good_step:
         change = change.model_copy(update={"max_step": last.good_step - 1})
     if settings.on_nan == "skip_batch":

@@ -29,6 +29,7 @@ from soup_flows.report import TrainReport
 from soup_flows.spec import TrainingSpec, parse_spec
 
 STEPS, EVERY = 8, 2
+HOOKS = Path(__file__).with_name("hooks")
 Watch = Callable[["Case", LaunchPlan], None]
 
 
@@ -46,14 +47,16 @@ class Case:
     def paths(self) -> RunPaths:
         return RunPaths.of(self.spec.output_dir, self.run_id)
 
-    def attempt(self, watch: Watch | None = None, change: Change | None = None) -> TrainReport:
-        """Make one attempt; `watch` runs beside it in a thread."""
+    def attempt(
+        self, watch: Watch | None = None, change: Change | None = None, hook: str | None = None
+    ) -> TrainReport:
+        """Make one attempt; `watch` runs beside it in a thread, the script `hook` in each rank."""
         spec = (change or Change()).apply(self.spec)
         hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
         plan = tasks.resolve_sharding_config.fn(spec, hardware)
         problems = tasks.validate_strategy.fn(spec, hardware, plan)
         launch = tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, change)
-        launch = preloaded.forked(launch, self.zygote)
+        launch = preloaded.forked(launch, self.zygote, HOOKS / f"{hook}.py" if hook else None)
         if watch is not None:
             threading.Thread(target=watch, args=(self, launch), daemon=True).start()
         try:
