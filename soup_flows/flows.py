@@ -31,7 +31,7 @@ from soup_flows.hardware import Hardware
 from soup_flows.hooks import sweep_run
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
-from soup_flows.own_run import cancel_was_asked
+from soup_flows.own_run import cancel_was_asked, wait_while_paused
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
@@ -177,6 +177,10 @@ def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitS
             report = _attempt(ready)
         except TrainingFailed as failed:
             report = TrainReport.load(failed.run_dir)
+            if report.failure_class == "cancelled" and wait_while_paused():
+                ready.paths.stop_request.unlink(missing_ok=True)
+                ready = ready.with_change(ready.change)
+                continue
             decision = decide(ready.spec.recovery, ready.plan, report.ledger, ready.replanned)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)

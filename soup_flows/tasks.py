@@ -38,7 +38,7 @@ from soup_flows.resume import Orders, find_start
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
-from soup_flows.stop import asked_to_stop
+from soup_flows.stop import asked_to_stop, stop
 from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
 
 
@@ -296,7 +296,7 @@ def launch_distributed_train(
     }
     begun = time.time()
     try:
-        with own_run_watch() as server_says:
+        with own_run_watch(on_pause=lambda: stop(paths.root, save=True)) as server_says:
             outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
         report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})

@@ -22,9 +22,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterId,
 )
+from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import ArtifactSort
+from prefect.flow_runs import resume_flow_run, suspend_flow_run
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Scheduled
+from prefect.states import Paused, Scheduled
 
 from benchmarks.preloaded import forked
 from soup_flows import tasks
@@ -163,25 +165,34 @@ def test_a_loss_that_is_not_finite(on_nan: str, values: dict[str, Any], ranks: F
         assert points[5].learning_rate < 0.6 * points[4].learning_rate
 
 
+def process(flow_run_id: UUID, zygote: Path, hook: str | None = None) -> subprocess.Popen[bytes]:
+    """Start the process of a flow run that the server knows."""
+    environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
+    argv = [sys.executable, str(Path(__file__).with_name("flow_process.py")), str(flow_run_id), str(zygote)]
+    return subprocess.Popen([*argv, *([str(HOOKS / f"{hook}.py")] if hook else [])], env=environment)
+
+
+def state_of(flow_run_id: UUID) -> State:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    return state
+
+
 def test_a_killed_flow_process_goes_on_under_the_same_flow_run(values: dict[str, Any], zygote: Path) -> None:
     """The next process with the same flow-run id continues the ledger, the checkpoint and the run directory."""
     with get_client(sync_client=True) as client:
         flow_run = client.create_flow_run(soup_train, parameters=values)
-    environment = os.environ | {"PREFECT_API_URL": str(PREFECT_API_URL.value())}
-    environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
-    argv = [sys.executable, str(Path(__file__).with_name("flow_process.py")), str(flow_run.id), str(zygote)]
     out = Path(values["output_dir"])
-    first = subprocess.Popen(argv, env=environment)
+    first = process(flow_run.id, zygote)
     pids = wait_for_a_checkpoint(out, 1)
     first.kill()
     first.wait()
     with get_client(sync_client=True) as client:  # as an automation that restarts crashed runs does
         client.set_flow_run_state(flow_run.id, Scheduled(), force=True)
-    subprocess.run(argv, env=environment, check=True)
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run.id).state
-    assert state is not None
-    assert state.is_completed()
+    assert process(flow_run.id, zygote).wait() == 0
+    assert state_of(flow_run.id).is_completed()
     (folder,) = out.glob("runs/*")
     report = TrainReport.load(folder)
     assert report.run_id == str(flow_run.id)
@@ -190,6 +201,42 @@ def test_a_killed_flow_process_goes_on_under_the_same_flow_run(values: dict[str,
     assert report.ledger[1].from_step == report.ledger[0].good_step >= 2
     assert [point.step for point in report.train] == [1, 2, 3, 4, 5, 6]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@LONG
+@pytest.mark.parametrize("verb", ["pause", "suspend"])
+def test_a_paused_run_saves_frees_its_devices_and_goes_on(
+    verb: str, values: dict[str, Any], zygote: Path
+) -> None:
+    values["recovery"] |= {"save_steps": 100}
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow(soup_train)
+        deployment_id = client.create_deployment(flow_id, f"test-{verb}")
+        flow_run = client.create_flow_run_from_deployment(deployment_id, parameters=values)
+    first = process(flow_run.id, zygote, "slow")
+    attempt = RunPaths.of(values["output_dir"], str(flow_run.id)).attempt(1)
+    while not any(event["kind"] == "metrics" for event in tail_events(attempt.events).poll()):
+        time.sleep(0.05)
+    if verb == "pause":
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(flow_run.id, Paused(timeout_seconds=3600))
+    else:
+        suspend_flow_run(flow_run_id=flow_run.id, timeout=3600)
+    while not attempt.receipt.exists():
+        time.sleep(0.05)
+    assert state_of(flow_run.id).is_paused()
+    if verb == "suspend":
+        first.wait()
+        assert state_of(flow_run.id).name == "Suspended"
+    resume_flow_run(flow_run.id)
+    second = process(flow_run.id, zygote) if verb == "suspend" else first
+    assert second.wait() == 0
+    assert state_of(flow_run.id).is_completed()
+    report = TrainReport.load(attempt.root.parent)
+    assert [(row.number, row.state) for row in report.ledger] == [(1, "cancelled"), (2, "completed")]
+    assert f"saved at step {report.ledger[1].from_step}" in report.ledger[0].cause
+    assert 1 <= report.ledger[1].from_step < 6
+    assert [point.step for point in report.train] == [1, 2, 3, 4, 5, 6]
 
 
 @LONG
