@@ -72,7 +72,7 @@ class Shot(threading.Thread):
 
     def __init__(self, launch: LaunchPlan, chance: random.Random, longest_s: float) -> None:
         super().__init__(daemon=True)
-        self.launch, self.hit = launch, ""
+        self.launch, self.hit, self.begun = launch, "", time.time()
         self.in_save = chance.random() < 0.5
         self.delay_s = chance.uniform(0, 0.5 if self.in_save else longest_s)
         self.saves = chance.randint(1, 3)
@@ -84,18 +84,27 @@ class Shot(threading.Thread):
             time.sleep(0.05)
         seen: set[str] = set()
         while self.in_save and len(seen) < self.saves and not self._over():
-            seen |= {path.name for path in self.launch.paths.checkpoints.glob(".saving/*")}
+            seen |= self._saving()
             time.sleep(0.001)
         time.sleep(self.delay_s)
         pids = self._pids()
         if self._over() or not pids:
             return
-        saving = [path.name for path in self.launch.paths.checkpoints.glob(".saving/*")]
+        saving = self._saving()
         try:
             os.kill(pids[int(self.victim * len(pids))], signal.SIGKILL)
         except ProcessLookupError:
             return
-        self.hit = f"in the save of {saving[0]}" if saving else "between saves"
+        self.hit = f"in the save of {saving.pop()}" if saving else "between saves"
+
+    def _saving(self) -> set[str]:
+        """Return the checkpoint that is being written; what a shot left behind is older than this attempt."""
+        found = set()
+        for path in self.launch.paths.checkpoints.glob(".saving/*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ctime > self.begun:
+                    found.add(path.name)
+        return found
 
     def _over(self) -> bool:
         return self.launch.attempt_paths.receipt.exists()

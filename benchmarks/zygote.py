@@ -19,6 +19,7 @@ import peft  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import soup_flows.training.run  # noqa: F401
+from soup_flows.launch.proc import PR_SET_PDEATHSIG, prctl
 from soup_flows.training.__main__ import main
 
 
@@ -83,4 +84,5 @@ def agent(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(sys.argv[1])

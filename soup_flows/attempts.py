@@ -127,7 +127,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
         world = ShardingPlan.model_validate_json(paths.plan.read_bytes()).world_size
     times = [event["time"] for event in tail_events(attempt.events).poll() if "time" in event]
     started = times[0] if times else attempt.root.stat().st_mtime
-    seconds = receipt.get("seconds") or (times[-1] - started if times else 0.0)
+    seconds = receipt.get("seconds") or max(0.0, times[-1] - started if times else 0.0)  # a clock may be set
     report = TrainReport(run_id=paths.root.name, run_dir=str(paths.root), state="failed", failure_class=kind,
                          cause=cause, **{**found, "seconds": seconds})  # fmt: skip
     change = before.change if before else Change()

@@ -294,12 +294,12 @@ def launch_distributed_train(
         "problems": tuple(problems),
         "attempts": launch.attempt,
     }
-    begun = time.time()
+    begun, clock = time.time(), time.monotonic()
     try:
         with own_run_watch(on_pause=lambda: stop(paths.root, save=True)) as server_says:
             outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
-        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
+        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
         report = record(paths, launch.attempt, report, begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):
