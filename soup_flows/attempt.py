@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.hardware import Hardware, detect
+from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
@@ -15,6 +16,7 @@ from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
 from soup_flows.live import LiveView
 from soup_flows.paths import write_json
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
@@ -24,8 +26,14 @@ ERROR_LINES = 400
 """Most lines of tracebacks in one record; the files in `errors/` have all of them."""
 
 
+CLEANING_S = 15.0
+"""Longer than the stop budget, for a runner of the same run that is just being ended."""
+
+
 def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None]) -> Outcome:
     """Lease the devices, run the attempt on them and return how it ended; see `soup_flows.launch.run.run`.
+
+    The run is held meanwhile, so that no other process can launch into its directory.
 
     Args:
         launch: the attempt; with a lease its CUDA_VISIBLE_DEVICES is replaced by the leased devices.
@@ -33,9 +41,16 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
         should_stop: asked about once a second, also while waiting for devices.
 
     Raises:
-        Refused: if the machine has too few healthy devices.
+        Refused: if the machine has too few healthy devices, or another process is running this run.
         TrainingFailed: if the devices did not become free in time.
     """
+    with run_lock(launch.paths, launch.stop_budget_s + CLEANING_S) as lock:
+        return _run_locked(launch, logger, should_stop, lock)
+
+
+def _run_locked(
+    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], lock: int
+) -> Outcome:
     view = LiveView(launch)
 
     def on_events(events: list[dict[str, Any]]) -> None:
@@ -44,13 +59,15 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
         view.on_events(events)
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
-        return run(
-            plan,
-            on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-            on_events=on_events,
-            should_stop=should_stop,
-            lease_fds=fds,
-        )
+        gpus = [uuid for uuid in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
+        with metered(gpus, plan.attempt_paths.energy):
+            return run(
+                plan,
+                on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
+                on_events=on_events,
+                should_stop=should_stop,
+                lease_fds=(lock, *fds),
+            )
 
     if launch.lease is None:
         return start(launch)

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import FailureClass, TrainingFailed
+from soup_flows.hardware import Hardware
+from soup_flows.hardware.energy import used_joules
 from soup_flows.launch.events import tail_events
 from soup_flows.launch.outcome import classify
 from soup_flows.ledger import Attempt, AttemptState, Change, append, read_ledger
+from soup_flows.measured import measure, remember
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport, read_run
 from soup_flows.sharding import ShardingPlan
@@ -35,9 +38,11 @@ def record(
     """
     spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
     world = report.plan.world_size if report.plan else 1
-    append(
-        paths.attempts, attempt_row(paths, number, report, begun, change or Change(), spec.recovery, world)
-    )
+    row = attempt_row(paths, number, report, begun, change or Change(), spec.recovery, world)
+    append(paths.attempts, row)
+    if row.memory is not None:
+        with contextlib.suppress(OSError, ValueError):
+            remember(spec, Hardware.model_validate_json(paths.hardware.read_bytes()), row.memory)
     report = report.model_copy(update={"ledger": read_ledger(paths.attempts)})
     report.save()
     return report
@@ -86,6 +91,8 @@ def attempt_row(
         gpu_hours=hours,
         gpu_hours_wasted=0.0 if done else max(0.0, report.seconds - kept_s) * world_size / 3600,
         cost=None if settings.gpu_hour_price is None else hours * settings.gpu_hour_price,
+        memory=measure(report.plan, attempt, report.memory if done else ()),
+        energy_joules=used_joules(attempt.energy),
     )
 
 
@@ -120,7 +127,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
         world = ShardingPlan.model_validate_json(paths.plan.read_bytes()).world_size
     times = [event["time"] for event in tail_events(attempt.events).poll() if "time" in event]
     started = times[0] if times else attempt.root.stat().st_mtime
-    seconds = receipt.get("seconds") or (times[-1] - started if times else 0.0)
+    seconds = receipt.get("seconds") or max(0.0, times[-1] - started if times else 0.0)  # a clock may be set
     report = TrainReport(run_id=paths.root.name, run_dir=str(paths.root), state="failed", failure_class=kind,
                          cause=cause, **{**found, "seconds": seconds})  # fmt: skip
     change = before.change if before else Change()

@@ -192,7 +192,10 @@ def newest_good(
             reasons = verify(folder, run_id)
         if not reasons:
             return folder
-        moved = set_aside(folder, reasons)
+        try:
+            moved = set_aside(folder, reasons)
+        except OSError as error:  # somebody else's folder, or a disk that can only be read
+            moved, reasons = folder, [*reasons, f"it could not be moved: {error.strerror}"]
         if on_broken is not None:
             on_broken(moved, reasons)
     return None
@@ -214,9 +217,9 @@ def rotate(checkpoints_dir: Path, keep: int, known_good: Collection[str] = ()) -
     if not old or not any(f.name in known_good or not verify(f) for f in kept):
         return []
     for folder in old:
-        doomed = folder.with_name(f".removing-{folder.name}")
-        folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(folder.with_name(f".removing-{folder.name}"))
     for rest in checkpoints_dir.glob(".removing-*"):
+        if rest.is_symlink():  # what it leads to is not ours to delete
+            rest.unlink()
         shutil.rmtree(rest, ignore_errors=True)
     return [folder.name for folder in old]

@@ -11,6 +11,7 @@ from typing import Any
 from soup_flows.errors import Problem, refuse
 from soup_flows.hardware import Hardware, detect, imagined
 from soup_flows.launch.plan import build_launch_plan
+from soup_flows.measured import recall
 from soup_flows.paths import RunPaths
 from soup_flows.plan_page import fit_text, plan_terminal
 from soup_flows.sharding import ShardingPlan, make_plan
@@ -61,7 +62,8 @@ def plan_command(
     if arguments.fit:
         answer = fit(spec, hardware, arguments.nodes)
         return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
-    plan = make_plan(spec, hardware, count_rows(spec), arguments.nodes)
+    known_need = recall(spec, hardware)
+    plan = make_plan(spec, hardware, count_rows(spec), arguments.nodes, correction=known_need)
     plan, mended = apply_fixes(spec, hardware, plan)
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     here = not (arguments.hardware or arguments.gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from soup_flows.artifacts import (
     save_run_config,
     save_validation,
 )
+from soup_flows.attempt import CLEANING_S
 from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
@@ -29,11 +31,12 @@ from soup_flows.hardware import Hardware
 from soup_flows.hooks import sweep_run
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
-from soup_flows.own_run import cancel_was_asked
+from soup_flows.own_run import cancel_was_asked, wait_while_paused
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
 from soup_flows.roots import problems_with_roots
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     DataSettings,
@@ -142,6 +145,13 @@ class Ready:
         launch = write_temp_config(spec, self.hardware, plan, self.run_id, change, self.data)
         return replace(self, change=change, plan=plan, launch=launch)
 
+    def replanned(self, change: Change) -> ShardingPlan | None:
+        """Return what `with_change` would plan, or None if it would be refused; nothing is written."""
+        try:
+            return plan_or_explain(change.apply(self.spec), self.hardware, self.data.train_rows, self.plan)
+        except Refused:
+            return None
+
 
 def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     """Run the six tasks with `values` as the spec, again after failures that another attempt may survive.
@@ -150,8 +160,14 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
     Prefect's own retries stay at 0, so that nothing is multiplied.
     """
     run_id = runtime.flow_run.id or str(uuid4())
+    with contextlib.ExitStack() as held:
+        return _run_attempts(values, run_id, held)
+
+
+def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitStack) -> TrainReport | State:
+    """Do the work of `run_training`; the run is held by `held` once its directory is known."""
     try:
-        ready = _make_ready(values, run_id)
+        ready = _make_ready(values, run_id, held)
     except Refused as refused:
         _record_refusal(values, run_id, refused)
         raise
@@ -162,7 +178,11 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             report = _attempt(ready)
         except TrainingFailed as failed:
             report = TrainReport.load(failed.run_dir)
-            decision = decide(ready.spec.recovery, ready.plan, report.ledger)
+            if report.failure_class == "cancelled" and wait_while_paused():
+                ready.paths.stop_request.unlink(missing_ok=True)
+                ready = ready.with_change(ready.change)
+                continue
+            decision = decide(ready.spec.recovery, ready.plan, report.ledger, ready.replanned)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
             if not decision.retry or wait(decision.wait_s, ready.paths):
@@ -184,12 +204,13 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             raise
 
 
-def _make_ready(values: Mapping[str, Any], run_id: str) -> Ready | TrainReport:
+def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitStack) -> Ready | TrainReport:
     """Detect, prepare, plan, validate and write; a report when this work is finished already."""
     spec = parse_spec(values)
     _check_output_outlives_the_run(spec)
     spec = resolve_demo(spec)
     paths = RunPaths.of(spec.output_dir, run_id)
+    held.enter_context(run_lock(paths, spec.launcher.stop_budget_s + CLEANING_S))
     spec, finished = begin(spec, paths)
     if finished is not None:
         get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
@@ -262,7 +283,9 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
     try:
         if problems_with_roots({"output_dir": str(paths.root)}):
             raise PermissionError(folder)
-        report.save()
+        another_runs = any(problem.id == "RUN001" for problem in refused.problems)
+        if not another_runs:  # else the report is the other's to write
+            report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
     save_validation(refused.problems, {})

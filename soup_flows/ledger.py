@@ -57,6 +57,21 @@ class Change(BaseModel):
         return spec.model_copy(update=changes)
 
 
+class Measured(BaseModel):
+    """Memory of the fullest rank beside its prediction, in bytes, as torch's allocator counts it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peak_bytes: int
+    """The peak; after `out_of_memory` what was held and asked for in vain, the least that is needed."""
+    predicted_bytes: int
+    factor: float
+    """On the inexact parts of the plain prediction: activations, logits, copies, buffers, temporaries."""
+    out_of_memory: bool
+    settings: str
+    """What ran, in words."""
+
+
 class Attempt(BaseModel):
     """One line of the ledger."""
 
@@ -87,6 +102,10 @@ class Attempt(BaseModel):
     """Part of it that a later attempt has to spend again: start-up and lost steps."""
     cost: float | None = None
     """`gpu_hours` times `recovery.gpu_hour_price`."""
+    memory: Measured | None = None
+    """What it needed against what was predicted; it corrects later predictions."""
+    energy_joules: float | None = None
+    """What its GPUs used, by NVML's counters; None where one of them has none, and for a lost attempt."""
 
 
 def read_ledger(path: Path) -> tuple[Attempt, ...]:

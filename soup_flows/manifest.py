@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 MANIFEST = "manifest.json"
+VERSION = 1
+"""Of the manifest's format; fields with a default may be added without a new one."""
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "soup-flows")
 
 
@@ -28,7 +31,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    v: int = 1
+    v: int = VERSION
     run_id: str
     step: int
     """Optimizer steps made."""
@@ -40,7 +43,7 @@ class Manifest(BaseModel):
     adapters: bool
     """Whether adapters were trained instead of the whole model."""
     identity: dict[str, Any]
-    """Every setting that decides what is trained, by dotted name; see `soup_flows.resume.identity`."""
+    """Every setting that decides what is trained, by dotted name; see `soup_flows.resume_fit.identity`."""
     spec_hash: str
     """SHA-256 of `identity`."""
     data_hash: str | None = None
@@ -81,11 +84,20 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError: with the reason in words, when there is none or it cannot be read.
     """
     try:
-        return Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+        value = json.loads((folder / MANIFEST).read_bytes())
+        version = value.get("v") if isinstance(value, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            newer = f"{MANIFEST} has version {version}, this soup-flows reads {VERSION}: a newer one wrote it"
+            raise ValueError(newer)
+        manifest = Manifest.model_validate(value)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
-    except (OSError, ValidationError) as error:
+    except (OSError, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {str(error).splitlines()[0]}") from None
+    outside = [name for name in manifest.files if name.startswith("/") or ".." in name.split("/")]
+    if outside:
+        raise ValueError(f"{MANIFEST} names a file outside the checkpoint, {outside[0]!r}")
+    return manifest
 
 
 def missing(manifest: Manifest) -> list[str]:

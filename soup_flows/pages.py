@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from soup_flows.errors import Problem
+from soup_flows.ledger import Attempt
 from soup_flows.proof import Proof
 from soup_flows.report import TrainReport
 from soup_flows.sharding.words import plan_rows
@@ -228,12 +229,33 @@ def attempts_table(report: TrainReport) -> str:
             f"{row.seconds:.0f} s",
             f"{row.gpu_hours:.3f} ({row.gpu_hours_wasted:.3f} wasted)",
             None if row.cost is None else f"{row.cost:.2f}",
+            _kwh(row.energy_joules),
             row.evidence or None,
         )
         for row in report.ledger
     ]
-    head = ("attempt", "ended", "cause", "steps", "steps lost", "wall time", "GPU-hours", "cost", "evidence")
-    return table(head, rows)
+    head = ("attempt", "ended", "cause", "steps", "steps lost", "wall time", "GPU-hours", "cost", "energy",
+            "evidence")  # fmt: skip
+    return table(head, rows) + (f"\n\n{_spent(report.ledger)}" if len(rows) > 1 else "")
+
+
+def _spent(rows: Sequence[Attempt]) -> str:
+    """Say in one line what all attempts cost together; what was not measured for all of them is left out."""
+    hours, wasted = sum(row.gpu_hours for row in rows), sum(row.gpu_hours_wasted for row in rows)
+    parts = [f"{hours:.3f} GPU-hours ({wasted:.3f} wasted)"]
+    costs = [row.cost for row in rows if row.cost is not None]
+    joules = [row.energy_joules for row in rows if row.energy_joules is not None]
+    if costs:
+        parts.append(f"cost {sum(costs):.2f}")
+    if joules:
+        of = "" if len(joules) == len(rows) else f" in {len(joules)} of {len(rows)} attempts"
+        parts.append(f"{_kwh(sum(joules))}{of}")
+    return "All attempts: " + ", ".join(parts) + "."
+
+
+def _kwh(joules: float | None) -> str | None:
+    """Format energy; a kilowatt-hour is 3.6 million joules."""
+    return None if joules is None else f"{joules / 3.6e6:.3g} kWh"
 
 
 def _recovery(report: TrainReport) -> str:

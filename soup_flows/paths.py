@@ -151,6 +151,11 @@ class AttemptPaths:
         return self.root / "devices.json"
 
     @property
+    def energy(self) -> Path:
+        """The energy counters of the GPUs before and after, JSON."""
+        return self.root / "energy.json"
+
+    @property
     def result(self) -> Path:
         """Written last by rank 0 when training finished and the model was saved, JSON."""
         return self.root / "result.json"

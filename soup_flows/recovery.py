@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +20,7 @@ from soup_flows.report import TrainReport
 from soup_flows.resume import Orders, data_hash, work_hash
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import RecoverySettings, TrainingSpec
+from soup_flows.units import gib
 
 LONGEST_WAIT_S = 3600.0
 LOWER_RATE = 0.5
@@ -41,6 +42,9 @@ MORE_SHARDING = {"ddp": "zero2", "zero1": "zero2", "zero2": "zero3", "zero2_offl
 """The next strategy that needs less memory on a GPU."""
 
 
+Replan = Callable[[Change], ShardingPlan | None]
+
+
 class Decision(BaseModel):
     """What to do after an attempt."""
 
@@ -52,13 +56,17 @@ class Decision(BaseModel):
     change: Change = Change()
 
 
-def decide(settings: RecoverySettings, plan: ShardingPlan, rows: Sequence[Attempt]) -> Decision:
+def decide(
+    settings: RecoverySettings, plan: ShardingPlan, rows: Sequence[Attempt], replan: Replan | None = None
+) -> Decision:
     """Return what follows the last of `rows`.
 
     Args:
         settings: the policy.
         plan: what the last attempt ran.
         rows: the ledger, at least one attempt.
+        replan: returns the plan for a change, predicted with what the last attempt measured; None if there is
+            none. Without it every smaller plan is tried.
     """
     last = rows[-1]
     cause = last.failure_class or "unknown"
@@ -66,7 +74,7 @@ def decide(settings: RecoverySettings, plan: ShardingPlan, rows: Sequence[Attemp
     if settings.max_retries == 0:
         return Decision(retry=False, reason="recovery.max_retries is 0")
     if cause == "cuda_oom":
-        return _smaller(settings, plan, last)
+        return _smaller(settings, plan, last, replan)
     if cause == "nan_loss":
         if settings.on_nan == "stop":
             return Decision(retry=False, reason="recovery.on_nan is stop")
@@ -83,14 +91,45 @@ def decide(settings: RecoverySettings, plan: ShardingPlan, rows: Sequence[Attemp
     )
 
 
-def _smaller(settings: RecoverySettings, plan: ShardingPlan, last: Attempt) -> Decision:
+def _smaller(
+    settings: RecoverySettings, plan: ShardingPlan, last: Attempt, replan: Replan | None
+) -> Decision:
     """Return the next plan that needs less GPU memory; those that keep the result exactly come first.
 
-    Each is smaller than the one before, so the list ends by itself and is not bounded by `max_retries`.
+    Each is smaller than the one before, so the list ends by itself and is not bounded by `max_retries`. What
+    cannot fit, by a prediction that was corrected with the measured need, is not tried.
     """
-    change, batch = last.change, plan.batch
     if settings.on_oom == "stop":
         return Decision(retry=False, reason="recovery.on_oom is stop")
+    change, short = _step_down(settings, plan, last.change, last.good_step), ""
+    while change is not None and replan is not None:
+        made = replan(change)
+        if made is None or not (short := _shortage(made)):
+            break
+        path = (*change.path[:-1], f"{change.path[-1]}; not tried, {short}")
+        smaller = change.model_copy(update={"path": path})
+        change = _step_down(settings, made, smaller, last.good_step)
+    if change is None:
+        left = f"no smaller plan is left that recovery.on_oom allows{f'; the last {short}' if short else ''}"
+        return Decision(retry=False, reason=left)
+    return Decision(retry=True, reason=f"cuda_oom: {change.path[-1]}", change=change)
+
+
+def _shortage(plan: ShardingPlan) -> str:
+    """Say why a plan cannot fit, even at the lower end of its corrected prediction; nothing if it may."""
+    if plan.memory is None or plan.room is None or plan.correction is None:
+        return ""
+    least = plan.memory.low_bytes + plan.memory.context_bytes
+    if least <= plan.room.device:
+        return ""
+    return f"it needs at least {gib(least)} of {gib(plan.room.device)} by what was measured"
+
+
+def _step_down(
+    settings: RecoverySettings, plan: ShardingPlan, change: Change, good_step: int
+) -> Change | None:
+    """Return the change for the next smaller plan, or None."""
+    batch = plan.batch
     micro = batch.per_device_train_batch_size
     share = micro * batch.gradient_accumulation_steps
     fixed = any(
@@ -99,33 +138,28 @@ def _smaller(settings: RecoverySettings, plan: ShardingPlan, last: Attempt) -> D
     ) and not plan.config_source.startswith("preset ")  # fmt: skip
     if micro > 1 and not fixed:
         fewer = largest_divisor(share, micro // 2)
-        change = change.then(
+        return change.then(
             f"micro batch {micro} -> {fewer}, accumulation {share // micro} -> {share // fewer}; "
             "the same rows per step, so the result is kept",
             per_device_train_batch_size=fewer,
         )
-    elif not (change.gradient_checkpointing or plan.gradient_checkpointing):
-        change = change.then(
+    if not (change.gradient_checkpointing or plan.gradient_checkpointing):
+        return change.then(
             "activations are recomputed (gradient checkpointing); the result is kept",
             gradient_checkpointing=True,
         )
-    elif settings.on_oom == "shard_more" and plan.strategy in MORE_SHARDING and not fixed:
-        more = MORE_SHARDING[plan.strategy]
-        cost = "its optimizer state cannot be carried over"
-        if last.good_step:
-            cost += (
-                f", so it goes on from the weights of step {last.good_step} with a new optimizer and schedule"
-            )
-        change = change.then(f"{plan.strategy} -> {more}: {cost}", strategy=more)
-    else:
-        return Decision(retry=False, reason="no smaller plan is left that recovery.on_oom allows")
-    return Decision(retry=True, reason=f"cuda_oom: {change.path[-1]}", change=change)
+    if settings.on_oom != "shard_more" or plan.strategy not in MORE_SHARDING or fixed:
+        return None
+    more, cost = MORE_SHARDING[plan.strategy], "its optimizer state cannot be carried over"
+    if good_step:
+        cost += f", so it goes on from the weights of step {good_step} with a new optimizer and schedule"
+    return change.then(f"{plan.strategy} -> {more}: {cost}", strategy=more)
 
 
 def _go_back(settings: RecoverySettings, rows: Sequence[Attempt]) -> Change:
     """Return to a checkpoint before the loss was lost, with a lower rate or without the rows of that step."""
     last = rows[-1]
-    change, bad = last.change, max(_bad_steps(last), default=last.last_step + 1)
+    change, bad = last.change, max(_bad_steps(last), default=last.last_step)
     if any(r.failure_class == "nan_loss" and r.from_step == last.good_step for r in rows) and last.good_step:
         change = change.model_copy(update={"max_step": last.good_step - 1})
     if settings.on_nan == "skip_batch":

@@ -13,30 +13,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from soup_flows.checkpoints import list_checkpoints, newest_good, set_aside, verify
 from soup_flows.data.reading import list_files
-from soup_flows.errors import Problem, Refused, nearest, refuse
+from soup_flows.errors import Refused, nearest, refuse
 from soup_flows.ledger import Change
-from soup_flows.manifest import MANIFEST, Manifest, library_versions, read_manifest
+from soup_flows.manifest import MANIFEST, library_versions, read_manifest
 from soup_flows.paths import RunPaths
+from soup_flows.resume_fit import check_resume, converts
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
 Note = Callable[[Path, list[str]], None]
-
-FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "gpus", "device", "deepspeed", "fsdp",
-                         "deepspeed_config", "strategy", "nvme_path", "trust_remote_code", "dataset"})  # fmt: skip
-"""Settings that may differ when a run goes on, or are compared otherwise (strategy, data, world size)."""
-FREE_FIELDS = frozenset({"training.per_device_train_batch_size", "training.gradient_checkpointing",
-                         "training.logging_steps", "training.eval_steps", "training.dtype",
-                         "data.eval_dataset", "data.cache_dir", "data.workers", "data.bad_rows",
-                         "lora.merge_adapter"})  # fmt: skip
-"""The same for fields of groups; micro batch and accumulation may change while their product is kept."""
-
-SAME_STATE = (frozenset({"full_shard", "shard_grad"}), frozenset({"single", "ddp"}))
-"""Strategies that write the same files, so that one resumes the other."""
-ONE_WAY = frozenset({("zero2", "zero1")})
-"""(saved under, resumed under): bit-exact in this direction (deepspeed 0.19.8, tried with real runs)."""
 
 
 class Orders(BaseModel):
@@ -50,6 +37,8 @@ class Orders(BaseModel):
     """Optimizer steps made in `checkpoint`."""
     weights_only: bool = False
     """Take the weights alone: optimizer, schedule and data order begin anew."""
+    universal: bool = False
+    """Convert the checkpoint to DeepSpeed's universal form first, since another number of ranks wrote it."""
     learning_rate_scale: float = Field(1.0, gt=0)
     """Factor on the learning rate of the spec."""
     skip_steps: tuple[int, ...] = ()
@@ -59,19 +48,6 @@ class Orders(BaseModel):
     """Equal for runs that do the same work; see `work_hash`."""
     set_aside: tuple[str, ...] = ()
     """Checkpoints that did not verify: where each is now, and why."""
-
-
-def identity(spec: TrainingSpec) -> dict[str, Any]:
-    """Return every setting that decides what is trained, by dotted name; new settings belong to it."""
-    found: dict[str, Any] = {}
-    for name, value in spec.model_dump(mode="json").items():
-        if name in FREE_GROUPS:
-            continue
-        if isinstance(value, dict):
-            found.update({f"{name}.{k}": v for k, v in value.items() if f"{name}.{k}" not in FREE_FIELDS})
-        else:
-            found[name] = value
-    return found
 
 
 def digest(value: Any) -> str:
@@ -99,106 +75,6 @@ def work_hash(spec: TrainingSpec, content: str | None) -> str:
         code.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
     settings = spec.model_dump(mode="json", exclude={"output_dir", "recovery", "launcher", "validation"})
     return digest([settings, content or spec.dataset, code.hexdigest(), library_versions()])
-
-
-# -- does a checkpoint fit? ------------------------------------------------------------------------
-
-
-def check_resume(
-    manifest: Manifest, plan: ShardingPlan, spec: TrainingSpec, content: str | None = None
-) -> list[Problem]:
-    """Return what speaks against resuming the checkpoint of `manifest` under `plan`.
-
-    Args:
-        manifest: the checkpoint's.
-        plan: what would run now.
-        spec: what is asked now.
-        content: `data_hash(spec)`, when it is known.
-
-    Returns:
-        Errors, where a library would fail or silently start over, and warnings, where it goes on but not
-        bit for bit.
-    """
-    problems = [*_strategy_fits(manifest, plan), *_settings_fit(manifest, plan, spec)]
-    if content is not None and manifest.data_hash is not None and content != manifest.data_hash:
-        message = (
-            "the content of the data set has changed since the checkpoint, so rows would come twice or never"
-        )
-        problems.append(
-            _problem("RES005", "error", "dataset", message, manifest, "Trainer skips by position")
-        )
-    versions = library_versions()
-    other = [f"{n} {v} -> {versions[n]}" for n, v in manifest.versions.items() if versions.get(n, v) != v]
-    if other:
-        message = f"written with other versions ({', '.join(other)})"
-        problems.append(_problem("RES006", "warning", "recovery.resume", message, manifest, ""))
-    return problems
-
-
-def _strategy_fits(manifest: Manifest, plan: ShardingPlan) -> list[Problem]:
-    saved, now = manifest.strategy, plan.strategy
-    same = saved == now or any({saved, now} <= group for group in SAME_STATE) or (saved, now) in ONE_WAY
-    if not same:
-        message = f"saved under {saved}, and {now} cannot read that optimizer state"
-        source = (
-            "MakazhanAlpamys/Soup; deepspeed 0.19.8 and transformers 5.24 fail, or start the optimizer over"
-        )
-        return [_problem("RES002", "error", "strategy", message, manifest, source)]
-    if manifest.world_size == plan.world_size:
-        return []
-    change = f"saved by {manifest.world_size} rank(s), {plan.world_size} would read it"
-    if plan.engine == "deepspeed":
-        message = f"{change}: DeepSpeed keeps one optimizer file per rank"
-        source = "deepspeed 0.19.8 runtime/engine.py, ZeRORuntimeException"
-        return [_problem("RES001", "error", "gpus", message, manifest, source)]
-    message = f"{change}: losses agree to about 1e-7, dropout draws other numbers"
-    return [
-        _problem("RES003", "warning", "gpus", message, manifest, "tried with real runs, 4 -> 2 and 2 -> 4")
-    ]
-
-
-def _settings_fit(manifest: Manifest, plan: ShardingPlan, spec: TrainingSpec) -> list[Problem]:
-    """Compare every setting that decides what is trained; the saved state would win without a word."""
-    now, defaults = identity(spec), identity(spec.model_copy(update=_defaults(spec)))
-    now["dtype"], saved = plan.dtype, {**manifest.identity, "dtype": manifest.dtype}
-    problems = []
-    for name, value in now.items():
-        before = saved.get(name, defaults.get(name))
-        if before == value:
-            continue
-        message = (
-            f"is {value!r} now and was {before!r} when the checkpoint was saved; the saved state would win"
-        )
-        problems.append(
-            _problem(
-                "RES004", "error", name, message, manifest, "transformers 5.24, Trainer: state is loaded last"
-            )
-        )
-    return problems
-
-
-def _defaults(spec: TrainingSpec) -> dict[str, Any]:
-    """Return every group at its defaults: what a checkpoint of an older version knew nothing about."""
-    return {
-        name: type(value)()
-        for name in type(spec).model_fields
-        if isinstance(value := getattr(spec, name), BaseModel)
-    }
-
-
-def _problem(rule: str, severity: Any, field: str, message: str, manifest: Manifest, source: str) -> Problem:
-    fix = ""
-    if severity == "error":
-        start = (
-            "start anew with recovery.resume=never"
-            if manifest.adapters
-            else "start a new run from the weights alone: model=<the checkpoint's folder>, recovery.resume=never"
-        )
-        fix = f"set it back, or {start}"
-    return Problem(id=rule, severity=severity, field=field, message=message, fix=fix, source=source)
-
-
-# -- where does a run start? -----------------------------------------------------------------------
 
 
 def find_start(
@@ -244,7 +120,8 @@ def find_start(
         logger.warning("%s: %s", found.name, problem)
     if any(problem.severity == "error" for problem in problems):
         raise Refused(problems)
-    return orders.model_copy(update={"step": manifest.step})
+    universal = not weights_only and converts(manifest, plan)
+    return orders.model_copy(update={"step": manifest.step, "universal": universal})
 
 
 def _choose(spec: TrainingSpec, paths: RunPaths, change: Change, note: Note) -> tuple[Path | None, bool]:

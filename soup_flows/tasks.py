@@ -18,7 +18,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from soup_flows.artifacts import save_data_report
-from soup_flows.attempt import free_now, lease_settings, run_attempt
+from soup_flows.attempt import CLEANING_S, free_now, lease_settings, run_attempt
 from soup_flows.attempts import record, where_stopped
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
@@ -30,13 +30,15 @@ from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.launch.run import Outcome
 from soup_flows.ledger import Change
 from soup_flows.live import emit_end
+from soup_flows.measured import recall
 from soup_flows.own_run import cancel_was_asked, own_run_watch
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
 from soup_flows.report import RunState, TrainReport, read_run
-from soup_flows.resume import find_start
+from soup_flows.resume import Orders, find_start
+from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
-from soup_flows.stop import asked_to_stop
+from soup_flows.stop import asked_to_stop, stop
 from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
 
 
@@ -96,7 +98,7 @@ def plan_or_explain(
 ) -> ShardingPlan:
     """Return the plan; where there is none, say everything else that is wrong with the spec too."""
     try:
-        return make_plan(spec, hardware, rows, kept=kept)
+        return make_plan(spec, hardware, rows, kept=kept, correction=recall(spec, hardware))
     except Refused as refused:
         raise _with_others(refused, spec) from None
 
@@ -187,16 +189,37 @@ def write_temp_config(
         data: what `prepare dataset` returned; without it the first rank prepares the data.
 
     Raises:
-        Refused: if the checkpoint to resume from is not there, broken, or does not fit.
+        Refused: if the checkpoint to resume from is not there, broken, or does not fit; if another process is
+            running this run, or its directory cannot be written.
     """
-    paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4())).create()
+    paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4()))
+    with run_lock(paths, spec.launcher.stop_budget_s + CLEANING_S):
+        launch, orders = _write_run(spec, hardware, plan, paths, change, data)
+    _logger().info("Run directory: %s", paths.root)
+    for line in orders.set_aside:
+        _logger().warning("Checkpoint set aside: %s", line)
+    if orders.checkpoint:
+        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
+        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
+    return launch
+
+
+def _write_run(
+    spec: TrainingSpec,
+    hardware: Hardware,
+    plan: ShardingPlan,
+    paths: RunPaths,
+    change: Change | None,
+    data: PreparedData | None,
+) -> tuple[LaunchPlan, Orders]:
+    """Choose where the next attempt starts, and write its files."""
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
     orders = find_start(spec, plan, paths, change)
     paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
-    config_path = _write_config(spec, plan, paths)
+    config_path = _write_config(spec, plan, paths, orders.universal)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
@@ -218,25 +241,23 @@ def write_temp_config(
         lease=lease_settings(spec, plan),
     )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
-    _logger().info("Run directory: %s", paths.root)
-    for line in orders.set_aside:
-        _logger().warning("Checkpoint set aside: %s", line)
-    if orders.checkpoint:
-        what = "Weights alone are taken from" if orders.weights_only else "Resuming"
-        _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
-    return launch
+    return launch, orders
 
 
-def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths) -> str | None:
-    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte."""
+def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:
+    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte.
+
+    With `universal` the ranks are told to read DeepSpeed's universal form of the checkpoint.
+    """
     if not plan.config:
         return None
     if spec.deepspeed_config:
         content = Path(spec.deepspeed_config).expanduser().read_bytes()
         write_atomic(paths.config(plan.engine), content)
         return str(write_atomic(paths.temp / "deepspeed_config.json", content))
-    write_json(paths.config(plan.engine), plan.config)
-    return write_deepspeed_config(plan.config, paths.temp)
+    config = plan.config | ({"checkpoint": {"load_universal": True}} if universal else {})
+    write_json(paths.config(plan.engine), config)
+    return write_deepspeed_config(config, paths.temp)
 
 
 def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
@@ -273,12 +294,12 @@ def launch_distributed_train(
         "problems": tuple(problems),
         "attempts": launch.attempt,
     }
-    begun = time.time()
+    begun, clock = time.time(), time.monotonic()
     try:
-        with own_run_watch() as server_says:
+        with own_run_watch(on_pause=lambda: stop(paths.root, save=True)) as server_says:
             outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
     except BaseException as stopped:
-        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.time() - begun})
+        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
         report = record(paths, launch.attempt, report, begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):

@@ -113,6 +113,7 @@ class _Session:
             nvlinks=self._nvlinks(handle, unread),
             peers=self._peers(index, handles, unread),
             faults=self._faults(handle, unread),
+            energy_mj=get("energy", nvml.nvmlDeviceGetTotalEnergyConsumption),
             unread=unread,
         )
 

@@ -56,6 +56,8 @@ class GpuReading(Value):
     peers: tuple[int, ...] | None = None
     """`index` of the GPUs whose memory it can read directly (peer to peer)."""
     faults: tuple[str, ...] = ()
+    energy_mj: int | None = None
+    """Energy since the driver was loaded, in millijoules; from Volta on."""
     unread: dict[str, str] = Field(default_factory=dict)
     """Reading -> NVML's answer, such as `memory: GPU is lost`."""
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.architecture import Architecture
 from soup_flows.errors import refuse
 from soup_flows.memory.activations import activations
-from soup_flows.memory.phases import WORKSPACE, Phase, buffers, phases
+from soup_flows.memory.phases import EXACT, WORKSPACE, Phase, buffers, phases
 from soup_flows.memory.setup import STRANDED_LOGIT_BYTES, Setup, parse_setup
 from soup_flows.memory.states import States, host_bytes_at_load, states
 
@@ -99,7 +99,9 @@ class MemoryEstimate(Value):
         return self.minimum_bytes <= device_bytes
 
 
-def predict(model: Architecture, *, setup: Setup | None = None, **settings: Any) -> MemoryEstimate:
+def predict(
+    model: Architecture, *, setup: Setup | None = None, correction: float = 1.0, **settings: Any
+) -> MemoryEstimate:
     """Predict the peak memory of one rank for loading and for a training step.
 
     Closed form, milliseconds, no torch. The peak is the largest of the moments in `phases.Phase`.
@@ -107,6 +109,7 @@ def predict(model: Architecture, *, setup: Setup | None = None, **settings: Any)
     Args:
         model: shapes of the model; see `soup_flows.architecture`.
         setup: how it is trained.
+        correction: factor on everything that is not exact, from a measured peak; see `correction_from`.
         settings: fields of `Setup`, in place of `setup` or changing it: `method`, `strategy`, `world_size`,
             `per_device_train_batch_size`, `seq_len` (tokens), `dtype`, `optimizer`,
             `gradient_checkpointing`, `attention`, `loss`, `lora_r`, `offload`, ...
@@ -124,7 +127,7 @@ def predict(model: Architecture, *, setup: Setup | None = None, **settings: Any)
         act = activations(model, chosen)
     except ValueError as error:
         raise refuse("MEM004", "lora_targets", str(error), "use all-linear") from None
-    moments = phases(model, chosen, state, act)
+    moments = {name: parts.corrected(correction) for name, parts in phases(model, chosen, state, act).items()}
     peak_phase = max(moments, key=lambda name: moments[name].total)
     peak = moments[peak_phase]
     allocated = peak.total
@@ -153,6 +156,17 @@ def predict(model: Architecture, *, setup: Setup | None = None, **settings: Any)
         confidence=confidence,
         reasons=reasons,
     )
+
+
+def correction_from(estimate: MemoryEstimate, measured_bytes: int) -> float:
+    """Return the factor on the inexact components with which `estimate` would have said `measured_bytes`.
+
+    Args:
+        estimate: a prediction; one that was corrected itself gives a factor on top of that.
+        measured_bytes: peak that torch's allocator really held.
+    """
+    exact = sum(size for name, size in estimate.step.items() if name in EXACT)
+    return max(0.0, measured_bytes - exact) / max(1, estimate.allocated_bytes - exact)
 
 
 def _load(model: Architecture, setup: Setup, state: States) -> dict[str, int]:

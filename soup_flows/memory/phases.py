@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from soup_flows.architecture import Architecture
@@ -12,6 +12,8 @@ from soup_flows.memory.states import States
 
 Phase = Literal["loss", "first_layer", "last_layer", "root", "step"]
 
+EXACT = frozenset({"weights", "master_weights", "gradients", "optimizer"})
+"""Components that follow from shapes, dtypes and ranks; a measured peak corrects the others."""
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS workspaces that torch allocates through its allocator."""
 
@@ -35,6 +37,11 @@ class Parts:
     def total(self) -> float:
         """All of them together."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
+
+    def corrected(self, factor: float) -> Parts:
+        """Return these with what is not plain arithmetic of shapes and ranks multiplied: all but `EXACT`."""
+        rough = [field.name for field in fields(self) if field.name not in EXACT]
+        return replace(self, **{name: factor * getattr(self, name) for name in rough})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from soup_flows.sharding.plan import make_plan
 from soup_flows.sharding.problems import memory_problems
 from soup_flows.sharding.values import (
     Candidate,
+    Correction,
     Device,
     Dtype,
     Engine,
@@ -16,6 +17,7 @@ from soup_flows.sharding.values import (
 
 __all__ = [
     "Candidate",
+    "Correction",
     "Device",
     "Dtype",
     "Engine",

@@ -15,7 +15,7 @@ from soup_flows.memory.estimate import MARGIN
 from soup_flows.memory.setup import parse_setup
 from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer, shards_method
 from soup_flows.sharding.costs import Rates, rates, step_cost
-from soup_flows.sharding.values import Candidate, Dtype, Room
+from soup_flows.sharding.values import Candidate, Correction, Dtype, Room
 from soup_flows.spec import TrainingSpec
 from soup_flows.units import gib
 
@@ -60,6 +60,8 @@ class Case:
     """The strategy that was named; None where the planner may choose."""
     named_reason: str
     user_config: dict[str, Any] | None
+    correction: Correction | None = None
+    """What an earlier attempt measured."""
 
     @property
     def shapes(self) -> Architecture:
@@ -155,7 +157,9 @@ class Case:
         Raises:
             Refused: if an adapter target names no module.
         """
-        return predict(self.shapes, setup=setup)
+        return predict(
+            self.shapes, setup=setup, correction=self.correction.factor if self.correction else 1.0
+        )
 
     def required(self, estimate: MemoryEstimate) -> int:
         """Return the memory of the device below which a rank is refused."""

@@ -23,7 +23,7 @@ from soup_flows.sharding.candidates import Case, all_candidates
 from soup_flows.sharding.choose import choose, why_checkpointing, why_micro_batch
 from soup_flows.sharding.config import engine_config
 from soup_flows.sharding.model import known_model
-from soup_flows.sharding.values import Candidate, Room, ShardingPlan, engine_of
+from soup_flows.sharding.values import Candidate, Correction, Room, ShardingPlan, engine_of
 from soup_flows.spec import TrainingSpec
 from soup_flows.units import gib
 
@@ -51,6 +51,7 @@ def make_plan(
     rows: int | None = None,
     nodes: int = 1,
     kept: ShardingPlan | None = None,
+    correction: Correction | None = None,
 ) -> ShardingPlan:
     """Resolve the sharding config of `spec` for `hardware`.
 
@@ -65,12 +66,13 @@ def make_plan(
         nodes: machines.
         kept: the plan of an attempt before this one; a strategy that was chosen is then not chosen anew, since
             the checkpoints of one strategy cannot be read by most others.
+        correction: what earlier attempts measured; see `soup_flows.measured.recall`.
 
     Raises:
         Refused: with the field and the nearest valid value, for GPUs that are not there, batches that cannot
             be divided, configs that cannot be read, and settings that contradict each other.
     """
-    case = read_case(spec, hardware, nodes, kept)
+    case = read_case(spec, hardware, nodes, kept, correction)
     decision = _predicted(case) if case.model is not None else _unpredicted(case, case.no_model)
     world, strategy, asked = decision.world, decision.strategy, case.batch
     batch = asked.divided(world.size, decision.micro_batch)
@@ -112,13 +114,18 @@ def make_plan(
         reasons=reasons,
         notes=(*notes, *decision.notes),
         memory=decision.memory,
+        correction=case.correction if decision.memory is not None else None,
         room=decision.room,
         candidates=decision.candidates,
     )
 
 
 def read_case(
-    spec: TrainingSpec, hardware: Hardware, nodes: int = 1, kept: ShardingPlan | None = None
+    spec: TrainingSpec,
+    hardware: Hardware,
+    nodes: int = 1,
+    kept: ShardingPlan | None = None,
+    correction: Correction | None = None,
 ) -> Case:
     """Collect what was asked, the machine and the model; see `make_plan`.
 
@@ -142,7 +149,18 @@ def read_case(
     if spec.training.task == "dpo":
         model, no_model = None, "memory was not predicted: nothing is known of the task dpo"
     return Case(
-        spec, hardware, world, dtype, dtype_reason, model, no_model, asked, named, named_reason, user_config
+        spec,
+        hardware,
+        world,
+        dtype,
+        dtype_reason,
+        model,
+        no_model,
+        asked,
+        named,
+        named_reason,
+        user_config,
+        correction,
     )
 
 
@@ -160,6 +178,8 @@ def _predicted(case: Case) -> Decision:
     estimate = case.predict(case.setup(best.strategy, best.world_size, micro, on))
     peak = f"{gib(estimate.allocated_bytes)} at the peak ({estimate.peak_phase})"
     notes = case.rate.notes + case.shapes.notes
+    if case.correction is not None:
+        notes += (f"the predicted memory is corrected: {case.correction.reason}",)
     if estimate.host.load > case.room.host:
         notes += (
             f"loading may take {gib(estimate.host.load)} of host memory, and {gib(case.room.host)} can be used",

@@ -101,6 +101,16 @@ class Candidate(Value):
         return f"{self.strategy}, micro batch {self.per_device_train_batch_size}{on}"
 
 
+class Correction(Value):
+    """What an earlier run of the same work taught about the prediction."""
+
+    factor: float
+    """On the predicted activations, logits, copies, buffers and temporaries; weights, gradients and optimizer
+    state are exact."""
+    reason: str
+    """Which attempt measured what."""
+
+
 class ShardingPlan(Value):
     """What will run on every rank. The launcher and the ranks read nothing else.
 
@@ -140,6 +150,8 @@ class ShardingPlan(Value):
     not be known."""
     memory: MemoryEstimate | None = None
     """Predicted memory of one rank; None where the model's config is not here."""
+    correction: Correction | None = None
+    """How earlier measurements changed the prediction; None where there are none."""
     room: Room | None = None
     """What the prediction was held against; None without one."""
     candidates: tuple[Candidate, ...] = ()

@@ -20,7 +20,9 @@ from transformers import TrainerCallback
 from soup_flows import checkpoints
 from soup_flows.launch import layout, rank
 from soup_flows.manifest import Manifest, library_versions, read_manifest
-from soup_flows.resume import Orders, digest, identity
+from soup_flows.resume import Orders, digest
+from soup_flows.resume_fit import identity
+from soup_flows.training import universal
 from soup_flows.training.saving import recording_failed_writes
 from soup_flows.training.stopping import StopListener
 
@@ -105,6 +107,7 @@ class Checkpointer(TrainerCallback):
         self.finite = math.isfinite(logs.get("grad_norm", 0.0))
         self.last = {k: logs[k] for k in ("loss", "learning_rate") if isinstance(logs.get(k), int | float)}
         if self.before is not None and self.job.is_main:
+            shutil.rmtree(self.job.paths.checkpoints / universal.FOLDER, ignore_errors=True)
             self.job.events.write(
                 "resumed",
                 step=state.global_step,

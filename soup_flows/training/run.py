@@ -33,6 +33,7 @@ from soup_flows.training.proof import collect
 from soup_flows.training.result import compare, free_training_state, live_logits, merge_adapter, write_facts
 from soup_flows.training.rows import prepared, token_rows
 from soup_flows.training.trainer import SoupTrainer
+from soup_flows.training.universal import folder_to_resume
 
 
 class ProofFailed(RuntimeError):
@@ -101,8 +102,7 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     job.events.write("data", train_rows=data.train_rows, eval_rows=data.eval_rows, **planned.model_dump())
     tokenizer = load_tokenizer(job.spec)
     trainer = build_trainer(job, planned, data, tokenizer)
-    resumes = job.orders.checkpoint if not job.orders.weights_only else None
-    trainer.train(resume_from_checkpoint=resumes)
+    trainer.train(resume_from_checkpoint=folder_to_resume(job.orders, job.paths, job.is_main))
     if trainer.checkpointer.stopped:
         _write_stopped(job, trainer)
         return

@@ -23,6 +23,13 @@ class SaveLied(RuntimeError):
     )
 
 
+class SavedNotFinite(RuntimeError):
+    """The weights that were saved are NaN or infinite: the loss will be too."""
+
+    failure_class = "nan_loss"
+    advice = "Lower training.learning_rate, look at the rows of this step, or use bf16 instead of fp16."
+
+
 def compare_saved(folder: Path, model: Any, state: dict[str, torch.Tensor] | None, trained: bool) -> None:
     """Read a saved model back and compare it with `model`.
 
@@ -37,6 +44,7 @@ def compare_saved(folder: Path, model: Any, state: dict[str, torch.Tensor] | Non
 
     Raises:
         SaveLied: with everything that differs.
+        SavedNotFinite: if a value of the sample is not finite.
         OSError: if a file cannot be read.
     """
     adapters = hasattr(model, "peft_config")
@@ -103,6 +111,8 @@ def _values(values: dict[str, torch.Tensor], files: dict[str, Path]) -> list[str
             continue  # sharded: its whole is not in this process
         with safe_open(str(files[name]), framework="pt") as opened:
             found = opened.get_tensor(name)
+        if not bool(torch.isfinite(found).all()):
+            raise SavedNotFinite(f"the weights of {name} are not finite")
         if not torch.equal(found, value.detach().to("cpu", found.dtype)):
             reasons.append(f"the values of {name} differ")
     return reasons

@@ -149,6 +149,8 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "CONS006": ("A file of the checkpoint cannot be read safely", "the message says what it holds"),
     "CONS007": ("The adapter's config is missing", "put adapter_config.json into the checkpoint"),
     "CONS008": ("The weights do not fit the model", "name the model that was trained with --model"),
+    "RUN001": ("Another process is running the run with this id", "wait for its end, or stop it"),
+    "RUN002": ("The run directory cannot be written", "give a folder that this user can write"),
     "FLOW001": (
         "A relative output folder, in a folder that the worker deletes after the run",
         "give an absolute folder, or set the work pool's working_dir",

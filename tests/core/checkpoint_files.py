@@ -9,7 +9,8 @@ from typing import Any
 from soup_flows.checkpoints import seal
 from soup_flows.hardware import detect
 from soup_flows.manifest import Manifest, library_versions
-from soup_flows.resume import digest, identity
+from soup_flows.resume import digest
+from soup_flows.resume_fit import identity
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec, parse_spec
 

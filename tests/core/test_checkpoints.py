@@ -194,3 +194,82 @@ def test_a_good_header_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     file.write_bytes(safetensors({"a": [2, 3], "b": []}))
     assert read_header(file) == {"a": ("F32", (2, 3)), "b": ("F32", ())}
+
+
+# -- somebody or something meddled ------------------------------------------------------------------
+
+
+def rewrite(folder: Path, **fields: object) -> None:
+    """Change the manifest of a checkpoint as if another program had written it."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"v": 2, "shards": {}}, "has version 2, this soup-flows reads 1: a newer one wrote it"),
+        ({"files": {"../../secret": {"size": 1, "sha256": "0"}}}, "outside the checkpoint, '../../secret'"),
+        ({"files": {"/etc/hostname": {"size": 1, "sha256": "0"}}}, "outside the checkpoint, '/etc/hostname'"),
+        ({"run_id": "another"}, "of another run, another"),
+        ({"step": 6}, "of step 6"),
+        ({"world_size": 4}, "rank_2"),
+    ],
+)
+def test_a_manifest_that_is_not_ours_is_refused(
+    tmp_path: Path, fields: dict[str, object], words: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "c", make_spec(tmp_path, deepspeed="zero2"), 4)
+    rewrite(folder, **fields)
+    assert words in "; ".join(verify(folder, "run"))
+
+
+def test_the_manifest_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """It lacks what has a default, and knows settings that are gone."""
+    folder = write_checkpoint(tmp_path / "c", make_spec(tmp_path, strategy="ddp"), 4)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in ("v", "learning_rate_scale", "save_seconds", "saved_at", "loss"):
+        del manifest[name]
+    manifest["identity"]["training.gone"] = 1
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    assert verify(folder, "run") == []
+
+
+def test_what_a_link_leads_to_is_never_deleted(tmp_path: Path) -> None:
+    spec, folder = make_spec(tmp_path, strategy="ddp"), tmp_path / "c"
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", spec, 2)
+    for step in (4, 6):
+        write_checkpoint(folder, spec, step)
+    (folder / "checkpoint-2").symlink_to(elsewhere)
+    assert rotate(folder, 2) == ["checkpoint-2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert verify(elsewhere) == []
+    (folder / "checkpoint-8").symlink_to(tmp_path / "nowhere")
+    found = newest_good(folder)
+    assert found == folder / "checkpoint-6"
+
+
+def test_a_broken_one_that_cannot_be_moved_is_passed_over(tmp_path: Path) -> None:
+    """Another user's run, or a disk that can only be read: here a file stands where `broken/` would be."""
+    spec, folder = make_spec(tmp_path, strategy="ddp"), tmp_path / "c"
+    for step in (4, 6):
+        write_checkpoint(folder, spec, step)
+    (folder / "checkpoint-6" / "optimizer.pt").unlink()
+    (folder / "broken").write_text("")
+    told: list[str] = []
+    good = newest_good(folder, on_broken=lambda path, reasons: told.append(f"{path.name}: {reasons}"))
+    assert good == folder / "checkpoint-4"
+    assert "optimizer.pt is missing" in told[0]
+    assert "could not be moved" in told[0]
+    assert (folder / "checkpoint-6").is_dir()
+
+
+def test_a_half_renamed_save_is_not_a_checkpoint(tmp_path: Path) -> None:
+    spec, folder = make_spec(tmp_path, strategy="ddp"), tmp_path / "c"
+    write_checkpoint(folder, spec, 4)
+    staged = write_checkpoint(folder / ".saving", spec, 6)
+    (folder / ".removing-checkpoint-2").mkdir()
+    (folder / "checkpoint-8").mkdir()  # its name came before its content
+    assert newest_good(folder) == folder / "checkpoint-4"
+    assert staged.is_dir()
+    assert (folder / "broken" / "checkpoint-8").is_dir()

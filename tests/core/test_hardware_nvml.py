@@ -53,6 +53,7 @@ def test_every_reading(library: Path) -> None:
     assert (first.peers, second.peers, divided.peers) == ((1,), (0,), ())
     assert (first.ecc_errors, second.ecc_errors) == (0, 2)
     assert first.faults == ()
+    assert (first.energy_mj, second.energy_mj) == (123456789, None)
     assert ["remapped" in fault or "fabric" in fault for fault in second.faults] == [True, True]
     assert divided.nvlinks == ()
     assert [part.uuid for part in divided.slices] == ["MIG-33333333-dddd", "MIG-44444444-eeee"]
@@ -84,3 +85,25 @@ def test_a_driver_that_does_not_start(library: Path, code: str, text: str) -> No
     assert reading.gpus == ()
     refused = "from soup_flows.hardware import detect\ntry: detect('cuda')\nexcept ValueError as e: print(e)"
     assert "broken or not loaded" in python(library, refused, STAND_IN_INIT=code)
+
+
+ATTEMPT = """
+import logging, sys
+from soup_flows.attempt import run_attempt
+from soup_flows.hardware.energy import used_joules
+from soup_flows.launch.plan import build_launch_plan
+from soup_flows.paths import RunPaths
+paths = RunPaths.of(sys.argv[1], "run").create()
+launch = build_launch_plan(paths=paths, run_id="run", attempt=1, nproc_per_node=1, device="cuda", config_path=None,
+                           omp_num_threads=1, stop_budget_s=5, timeout_s=None,
+                           cuda_visible_devices="GPU-00000000-aaaa")
+launch = launch.model_copy(update={"argv": ("/bin/true",), "lease": None})
+run_attempt(launch, logging.getLogger(), lambda: None)
+print(used_joules(paths.attempt(1).energy))
+"""
+
+
+def test_an_attempt_is_measured(library: Path, tmp_path: Path) -> None:
+    """The stand-in's counter grows by 5 J with each look."""
+    code = f"import sys; sys.argv = ['', {str(tmp_path)!r}]\n{ATTEMPT}"
+    assert python(library, code).splitlines()[-1] == "5.0"

@@ -11,7 +11,8 @@ from soup_flows.errors import Refused
 from soup_flows.ledger import Change
 from soup_flows.manifest import read_manifest
 from soup_flows.paths import RunPaths
-from soup_flows.resume import Orders, check_resume, data_hash, find_start, work_hash
+from soup_flows.resume import Orders, data_hash, find_start, work_hash
+from soup_flows.resume_fit import check_resume
 from tests.core.checkpoint_files import make_spec, plan_of, write_checkpoint
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -45,12 +46,36 @@ def test_strategy_matrix(tmp_path: Path, saved: str, now: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "severity"),
-    [("ddp", "warning"), ("full_shard", "warning"), ("zero2", "error"), ("zero3", "error")],
+    ("preset", "method", "severity"),
+    [
+        ("ddp", "full", "warning"),
+        ("full_shard", "full", "warning"),
+        ("zero1", "full", "warning"),
+        ("zero2", "full", "warning"),
+        ("zero2", "lora", "warning"),
+        ("zero3", "lora", "warning"),
+        ("zero3", "full", "error"),
+        ("zero2_offload", "full", "error"),
+    ],
 )
-def test_other_world_size(tmp_path: Path, preset: str, severity: str) -> None:
-    ((_, found, field),) = problems(tmp_path, PRESETS[preset], {**PRESETS[preset], "gpus": 4})
+def test_other_world_size(tmp_path: Path, preset: str, method: str, severity: str) -> None:
+    saved = {**PRESETS[preset], "training": {"method": method}}
+    ((_, found, field),) = problems(tmp_path, saved, {**saved, "gpus": 4})
     assert (found, field) == (severity, "gpus")
+
+
+def test_a_users_own_json_is_not_changed_for_another_number_of_ranks(tmp_path: Path) -> None:
+    """What reads a converted checkpoint is a key of that JSON."""
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}')
+    own = {"deepspeed_config": str(file)}
+    ((rule, found, _),) = problems(tmp_path, own, {**own, "gpus": 4})
+    assert (rule, found) == ("RES001", "error")
+    same = {"deepspeed": "zero2"}
+    folder = write_checkpoint(tmp_path / "d", make_spec(tmp_path, **same), 4)
+    for gpus, universal in ((2, False), (4, True)):
+        spec = make_spec(tmp_path, **same, gpus=gpus, recovery={"resume": str(folder)})
+        assert find_start(spec, plan_of(spec), RunPaths.of(tmp_path, "new")).universal is universal
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -21,6 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from benchmarks import preloaded
 from soup_flows import tasks
 from soup_flows.attempts import reconcile
 from soup_flows.errors import TrainingFailed
@@ -32,7 +29,7 @@ from soup_flows.report import TrainReport
 from soup_flows.spec import TrainingSpec, parse_spec
 
 STEPS, EVERY = 8, 2
-HERE = Path(__file__).parent
+HOOKS = Path(__file__).with_name("hooks")
 Watch = Callable[["Case", LaunchPlan], None]
 
 
@@ -50,14 +47,16 @@ class Case:
     def paths(self) -> RunPaths:
         return RunPaths.of(self.spec.output_dir, self.run_id)
 
-    def attempt(self, watch: Watch | None = None, change: Change | None = None) -> TrainReport:
-        """Make one attempt; `watch` runs beside it in a thread."""
+    def attempt(
+        self, watch: Watch | None = None, change: Change | None = None, hook: str | None = None
+    ) -> TrainReport:
+        """Make one attempt; `watch` runs beside it in a thread, the script `hook` in each rank."""
         spec = (change or Change()).apply(self.spec)
         hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
         plan = tasks.resolve_sharding_config.fn(spec, hardware)
         problems = tasks.validate_strategy.fn(spec, hardware, plan)
         launch = tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, change)
-        launch = forked(launch, self.zygote)
+        launch = preloaded.forked(launch, self.zygote, HOOKS / f"{hook}.py" if hook else None)
         if watch is not None:
             threading.Thread(target=watch, args=(self, launch), daemon=True).start()
         try:
@@ -69,12 +68,6 @@ class Case:
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.paths.checkpoints.glob("checkpoint-*"))
-
-
-def forked(launch: LaunchPlan, zygote: Path) -> LaunchPlan:
-    """Return the launch with ranks that are forked from `zygote`, instead of torch elastic's."""
-    argv = (sys.executable, "-I", "-S", str(HERE / "zygote_launcher.py"), str(zygote))
-    return launch.model_copy(update={"argv": (*argv, str(launch.nproc_per_node), launch.run_dir)})
 
 
 def losses(report: TrainReport) -> list[tuple[int, float | None]]:
@@ -148,18 +141,8 @@ Maker = Callable[..., Case]
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Path]:
     """A process that has imported the training stack."""
-    folder = Path(tempfile.mkdtemp())
-    path = folder / "zygote"
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "DS_ACCELERATOR": "cpu"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen([sys.executable, str(HERE / "zygote.py"), str(path)], env=environment)
-    while not path.exists():
-        assert process.poll() is None, "the zygote ended"
-        time.sleep(0.1)
-    yield path
-    process.kill()
-    process.wait()
-    shutil.rmtree(folder)
+    with preloaded.zygote() as socket:
+        yield socket
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_resume import kill_and_compare, make_attempt, make_spec, passed
+from benchmarks.preloaded import forked
 from soup_flows.launch.plan import LaunchPlan
-from tests.recovery.conftest import forked, kill_a_rank, wait_for
+from tests.recovery.conftest import kill_a_rank, wait_for
 
 pytestmark = pytest.mark.ranks
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +28,37 @@ LORA = {
     "training": {"method": "lora", "learning_rate": 1e-2},
     "lora": {"dropout": 0.2},
 }
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "full_shard", "shard_grad")
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in ("single", "ddp", "zero1", "zero2", "zero3", "full_shard", "shard_grad")},
-    "ddp, lora with dropout": ("ddp", LORA),
-    "zero3, lora with dropout": ("zero3", LORA),
+    **{name: (name, {}) for name in STRATEGIES},
+    **{f"{name}, lora with dropout": (name, LORA) for name in STRATEGIES},
+    "zero2, padded rows": ("zero2", {"data": {"packing": False}}),
+    "ddp, attention dropout": ("ddp", {"model": "attention_dropout"}),
+    "zero3, attention dropout": ("zero3", {"model": "attention_dropout"}),
 }
 
 
+def with_dropout(model: Path, folder: Path) -> Path:
+    """Return a copy of the model whose attention drops weights while it trains; made once a session."""
+    copy = folder / "model-with-dropout"
+    if not copy.exists():
+        shutil.copytree(model, copy)
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
+    return copy
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_goes_on_bit_for_bit(name: str, case: Maker, undisturbed: Callable[..., Case]) -> None:
+def test_a_killed_run_goes_on_bit_for_bit(
+    name: str,
+    case: Maker,
+    undisturbed: Callable[..., Case],
+    assets: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     preset, changes = RUNS[name]
+    if "model" in changes:
+        changes = {"model": str(with_dropout(Path(assets["model"]), tmp_path_factory.getbasetemp()))}
     wanted = undisturbed(preset, **changes).reports[0]
     run = case(preset, **changes)
     in_save = random.random() < 0.5

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from soup_flows.training.saved import SaveLied, compare_saved
+from soup_flows.training.saved import SavedNotFinite, SaveLied, compare_saved
+from tests.recovery.conftest import Maker
 
 
 def whole() -> torch.nn.Module:
@@ -61,6 +63,18 @@ def test_a_lie_is_found(tmp_path: Path, lie: str, adapters: bool) -> None:
         compare_saved(tmp_path, model, None, trained=True)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_no_lie(tmp_path: Path, value: float) -> None:
+    """NaN equals nothing, itself neither; the policy for losses that are not finite decides what follows."""
+    model = whole()
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = value
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(SavedNotFinite, match="not finite") as found:
+        compare_saved(tmp_path, model, None, trained=True)
+    assert found.value.failure_class == "nan_loss"
+
+
 def test_adapters_that_never_moved_are_found_after_the_first_steps(tmp_path: Path) -> None:
     model = Adapted()
     torch.nn.init.zeros_(model.lora_B["default"].weight)
@@ -68,3 +82,30 @@ def test_adapters_that_never_moved_are_found_after_the_first_steps(tmp_path: Pat
     compare_saved(tmp_path, model, None, trained=False)
     with pytest.raises(SaveLied, match="every lora_B is zero"):
         compare_saved(tmp_path, model, None, trained=True)
+
+
+LORA = {"training": {"method": "lora", "learning_rate": 1e-2}}
+LONG = pytest.mark.long
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("zero3", LORA),
+        *[pytest.param(name, {}, marks=LONG) for name in ("single", "ddp", "zero1", "zero2", "zero3")],
+        *[pytest.param(name, {}, marks=LONG) for name in ("full_shard", "shard_grad")],
+        *[pytest.param(name, LORA, marks=LONG) for name in ("single", "ddp", "zero1", "zero2")],
+        *[pytest.param(name, LORA, marks=LONG) for name in ("full_shard", "shard_grad")],
+    ],
+)
+def test_a_save_that_lies_ends_the_run_at_that_step(
+    preset: str, changes: dict[str, Any], case: Maker
+) -> None:
+    run = case(preset, **changes)
+    report = run.attempt(hook="lying_save")
+    assert (report.state, report.failure_class) == ("failed", "proof_failed")
+    assert "the saved model differs from the trained one: the values of" in report.cause
+    assert run.checkpoints() == ["checkpoint-2"]
+    assert report.train[-1].step == 4
+    assert not run.paths.model.exists()

@@ -29,7 +29,8 @@ from tests.recovery.conftest import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.ranks, pytest.mark.long]
+pytestmark = pytest.mark.ranks
+LONG = pytest.mark.long
 NO_SAVES = {"recovery": {"save_steps": 100}}
 
 
@@ -55,6 +56,7 @@ def stopped(case: Maker) -> Case:
     return run
 
 
+@LONG
 def test_stop_and_save(stopped: Case, undisturbed: Callable[..., Case]) -> None:
     report = stopped.reports[0]
     assert (report.state, report.failure_class) == ("cancelled", "cancelled")
@@ -71,6 +73,7 @@ def test_stop_and_save(stopped: Case, undisturbed: Callable[..., Case]) -> None:
     assert_same_weights(resumed, wanted)
 
 
+@LONG
 def test_a_stopped_run_goes_on_with_half_the_rate_and_without_a_batch(
     stopped: Case, undisturbed: Callable[..., Case]
 ) -> None:
@@ -85,6 +88,7 @@ def test_a_stopped_run_goes_on_with_half_the_rate_and_without_a_batch(
     assert report.ledger[-1].change.learning_rate_scale == 0.5
 
 
+@LONG
 def test_a_smaller_micro_batch_goes_on_with_the_same_result(
     stopped: Case, undisturbed: Callable[..., Case]
 ) -> None:
@@ -99,6 +103,7 @@ def test_a_smaller_micro_batch_goes_on_with_the_same_result(
     assert [loss for _, loss in losses(report)] == pytest.approx([loss for _, loss in wanted], rel=1e-5)
 
 
+@LONG
 def test_another_strategy_goes_on_from_the_weights(stopped: Case) -> None:
     run = copy_of(stopped, "weights")
     decision = Decision(retry=True, reason="", change=Change(strategy="zero2"))
@@ -113,6 +118,7 @@ def test_another_strategy_goes_on_from_the_weights(stopped: Case) -> None:
     assert report.steps == STEPS - report.resumed.from_step
 
 
+@LONG
 def test_one_rank_goes_on_where_two_stopped(stopped: Case, undisturbed: Callable[..., Case]) -> None:
     run = copy_of(stopped, "one-rank")
     run.spec = run.spec.model_copy(update={"strategy": "single", "gpus": 1})
@@ -122,6 +128,7 @@ def test_one_rank_goes_on_where_two_stopped(stopped: Case, undisturbed: Callable
     assert [loss for _, loss in losses(report)] == pytest.approx([loss for _, loss in wanted], rel=1e-5)
 
 
+@LONG
 def test_a_stop_signal_saves_within_the_budget(case: Maker) -> None:
     def end(run: Case, launch: LaunchPlan) -> None:
         wait_for(launch, "metrics", 3)
@@ -138,6 +145,7 @@ def test_a_stop_signal_saves_within_the_budget(case: Maker) -> None:
     assert verify(run.paths.checkpoints / name, run.run_id) == []
 
 
+@LONG
 def test_a_stop_without_save_leaves_none(case: Maker) -> None:
     def ask(run: Case, launch: LaunchPlan) -> None:
         wait_for(launch, "metrics", 1)
@@ -150,6 +158,7 @@ def test_a_stop_without_save_leaves_none(case: Maker) -> None:
     assert run.checkpoints() == []
 
 
+@LONG
 def test_saves_that_fail_leave_the_run_training(case: Maker) -> None:
     """In the first one rank 1 cannot write its file, while rank 0 waits for it; then there is no folder at all."""
 
@@ -171,6 +180,21 @@ def test_saves_that_fail_leave_the_run_training(case: Maker) -> None:
     assert run.checkpoints() == ["checkpoint-4"]
 
 
+@pytest.mark.parametrize("preset", ["ddp", pytest.param("zero2", marks=LONG), pytest.param("zero3", marks=LONG),
+                                    pytest.param("full_shard", marks=LONG)])  # fmt: skip
+def test_a_full_disk_at_a_save_leaves_the_run_training(preset: str, case: Maker) -> None:
+    """The kernel refuses the writes of the second save half-way, on every rank; see `hooks/full_disk.py`."""
+    run = case(preset)
+    report = run.attempt(hook="full_disk")
+    assert report.state == "completed"
+    assert [line.split(":")[0] for line in report.save_failures] == ["step 4"] * len(report.save_failures)
+    assert report.save_failures
+    assert [checkpoint.step for checkpoint in report.checkpoints] == [2, 6]
+    assert run.checkpoints() == ["checkpoint-2", "checkpoint-6"]
+    assert not list(run.paths.checkpoints.glob(".saving/*"))
+
+
+@LONG
 def test_a_broken_checkpoint_is_not_loaded(case: Maker, undisturbed: Callable[..., Case]) -> None:
     run = case("ddp", recovery={"save_total_limit": 3})
     run.attempt(kill_after(7))

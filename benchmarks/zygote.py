@@ -1,11 +1,13 @@
 """Imports the training stack once and forks the ranks of many attempts: `zygote.py SOCKET`.
 
 Importing takes most of a short run's time. Ranks, their signals, files and the supervisor above are the real
-ones; only the start is shorter. `zygote_launcher.py` takes torch elastic's place in a launch.
+ones; only the start is shorter. `zygote_launcher.py` takes torch elastic's place in a launch. A script named by
+SOUP_FLOWS_TEST_HOOK is run in each rank before it trains.
 """
 
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -17,10 +19,12 @@ import peft  # noqa: F401
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import soup_flows.training.run  # noqa: F401
+from soup_flows.launch.proc import PR_SET_PDEATHSIG, prctl
 from soup_flows.training.__main__ import main
 
 
 def serve(path: str) -> None:
+    """Fork an agent for each connection; an attempt is one line of JSON."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen()
@@ -54,6 +58,8 @@ def agent(connection: socket.socket) -> None:
             os.setsid()
             os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number)}
             sys.argv = ["soup_flows.training", request["run_dir"]]
+            if hook := os.environ.get("SOUP_FLOWS_TEST_HOOK"):
+                runpy.run_path(hook)
             sys.exit(main())
         pids[pid] = number
     failed = False
@@ -78,4 +84,5 @@ def agent(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     serve(sys.argv[1])

@@ -14,6 +14,7 @@ connection.sendall(json.dumps(request).encode() + b"\n")
 
 
 def end(*_: object) -> None:
+    """Pass a SIGTERM on to the ranks."""
     with contextlib.suppress(OSError):
         connection.send(b"T")
 

@@ -1,0 +1,91 @@
+"""Runs that go on with another number of ranks: the losses of a run that was never interrupted, to rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from soup_flows.errors import Refused
+from soup_flows.report import TrainReport
+from tests.recovery.conftest import STEPS, Maker, kill_after, losses
+
+pytestmark = pytest.mark.ranks
+LORA = {"training": {"method": "lora", "learning_rate": 1e-2}}
+TWELVE = {"training": {"global_batch_size": 12, "per_device_train_batch_size": 4}}
+LONG = pytest.mark.long
+
+
+def assert_close_weights(one: TrainReport, other: TrainReport) -> None:
+    """The final weights agree to rounding; those of a wrong resume differ by the learning rate, 1e-3."""
+    (file,) = Path(str(one.model)).glob("*model.safetensors")
+    mine, theirs = load_file(file), load_file(Path(str(other.model)) / file.name)
+    assert mine.keys() == theirs.keys()
+    worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    print(f"largest difference of a weight: {worst:.2g}")
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("preset", "ranks", "then", "changes"),
+    [
+        ("zero2", 2, 1, {}),
+        pytest.param("full_shard", 2, 1, {}, marks=LONG),
+        pytest.param("zero3", 2, 1, LORA, marks=LONG),
+        pytest.param("zero1", 2, 1, {}, marks=LONG),
+        pytest.param("full_shard", 1, 2, {}, marks=LONG),
+        pytest.param("zero2", 1, 2, {}, marks=LONG),
+        pytest.param("shard_grad", 2, 1, {}, marks=LONG),
+        pytest.param("zero2", 2, 1, LORA, marks=LONG),
+        pytest.param("full_shard", 2, 1, LORA, marks=LONG),
+        pytest.param("zero1", 1, 2, {}, marks=LONG),
+        pytest.param("zero3", 1, 2, LORA, marks=LONG),
+        pytest.param("zero2", 2, 3, TWELVE, marks=LONG),
+        pytest.param("full_shard", 2, 3, TWELVE, marks=LONG),
+    ],
+)
+def test_another_number_of_ranks_goes_on(
+    preset: str,
+    ranks: int,
+    then: int,
+    changes: dict[str, Any],
+    case: Maker,
+    undisturbed: Callable[..., Any],
+) -> None:
+    wanted = undisturbed(preset, **changes).reports[0]
+    run = case(preset, **changes, gpus=ranks)
+    assert run.attempt(kill_after(5)).failure_class == "rank_killed"
+    run.spec = run.spec.model_copy(update={"gpus": then})
+    resumed = run.attempt()
+    assert (resumed.state, resumed.started_from) == ("completed", 4)
+    assert resumed.plan is not None
+    assert resumed.plan.world_size == then
+    assert [step for step, _ in losses(resumed)] == list(range(1, STEPS + 1))
+    assert [loss for _, loss in losses(resumed)] == pytest.approx([x for _, x in losses(wanted)], rel=1e-4)
+    assert_close_weights(resumed, wanted)
+    assert not (run.paths.checkpoints / ".universal").exists()
+    if preset.startswith("zero"):
+        config = json.loads(run.paths.config("deepspeed").read_text())
+        assert config["checkpoint"] == {"load_universal": True}
+    again = run.paths.checkpoints / "checkpoint-6"
+    assert json.loads((again / "manifest.json").read_text())["world_size"] == then
+
+
+@pytest.mark.long
+def test_a_zero3_full_fine_tune_is_refused_and_goes_on_from_its_weights(case: Maker) -> None:
+    run = case("zero3")
+    run.attempt(kill_after(5))
+    run.spec = run.spec.model_copy(update={"gpus": 1})
+    with pytest.raises(Refused, match="counts Adam's steps twice") as refused:
+        run.attempt()
+    (problem,) = refused.value.problems
+    assert (problem.id, problem.field) == ("RES001", "gpus")
+    assert "model=<the checkpoint's folder>, recovery.resume=never" in problem.fix
+    folder = run.paths.checkpoints / "checkpoint-4"
+    fresh = case("zero3", gpus=1, model=str(folder))
+    assert fresh.attempt().state == "completed"
+    assert fresh.reports[0].first_loss == pytest.approx(run.reports[0].train[4].loss, rel=0.2)
