@@ -32,6 +32,7 @@ from soup_flows.ledger import Change
 from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
+from soup_flows.rehearse import rehearse
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
@@ -204,6 +205,8 @@ def _make_ready(values: Mapping[str, Any], run_id: str) -> Ready | TrainReport:
     plan = resolve_sharding_config(asked, hardware, data, last_plan(paths) if rows else None)
     save_plan(plan)
     problems = validate_strategy(asked, hardware, plan)
+    if spec.validation.rehearse and not rows:
+        problems += rehearse(asked, plan, paths.rehearsal, run_id)
     save_validation(problems, spec.validation.silence)
     launch = write_temp_config(asked, hardware, plan, run_id, change, data)
     return Ready(run_id, paths, spec, hardware, data, problems, change, plan, launch)
