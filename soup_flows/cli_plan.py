@@ -1,14 +1,16 @@
-"""`soup-flows plan`: what would run, here or on machines that are not here; starts and writes nothing."""
+"""`soup-flows plan`: what would run, here or on machines that are not here; starts nothing but a rehearsal."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soup_flows.errors import Problem, refuse
+from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import Hardware, detect, imagined
 from soup_flows.launch.plan import build_launch_plan
 from soup_flows.measured import recall
@@ -36,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit", action="store_true", help="what fits: longest rows, micro batch, fewest GPUs"
     )
     parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run two steps of the plan on CPU ranks with a small copy of the model (about a minute)",
+    )
+    parser.add_argument(
         "--trace",
         action="store_true",
         help="check the memory by tracing the model's code (some seconds, no GPU)",
@@ -49,7 +56,7 @@ def plan_command(
 
     Args:
         spec: what was asked.
-        arguments: `hardware`, `gpu`, `nodes`, `fit`, `trace`.
+        arguments: `hardware`, `gpu`, `nodes`, `fit`, `rehearse`, `trace`.
         known: problems that reading the spec found.
 
     Returns:
@@ -68,6 +75,8 @@ def plan_command(
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     here = not (arguments.hardware or arguments.gpu)
     problems = [*known, *validate(spec, hardware, plan, local=here)]
+    if arguments.rehearse and not any(problem.severity == "error" for problem in problems):
+        problems += _rehearsal(spec, plan)
     value: dict[str, Any] = {
         "plan": plan.model_dump(mode="json", exclude={"memory", "candidates"}),
         "memory": plan.memory.model_dump(mode="json") if plan.memory else None,
@@ -103,6 +112,17 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
         else None,
     )
     return launch.model_dump(mode="json")
+
+
+def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
+    """Rehearse in a temporary folder; a failed rehearsal is a problem like any other."""
+    from soup_flows.rehearse import rehearse  # imports Prefect, which takes seconds
+
+    run_id = f"rehearsal-{secrets.token_hex(4)}"
+    try:
+        return rehearse.fn(spec, plan, Path(tempfile.gettempdir(), f"soup-flows-{run_id}"), run_id)
+    except Refused as refused:
+        return list(refused.problems)
 
 
 def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:

@@ -34,6 +34,7 @@ from soup_flows.ledger import Change
 from soup_flows.own_run import cancel_was_asked, wait_while_paused
 from soup_flows.paths import RunPaths
 from soup_flows.recovery import begin, decide, move_weights, wait
+from soup_flows.rehearse import rehearse
 from soup_flows.report import TrainReport
 from soup_flows.roots import problems_with_roots
 from soup_flows.run_lock import run_lock
@@ -226,6 +227,8 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
     plan = resolve_sharding_config(asked, hardware, data, last_plan(paths) if rows else None)
     save_plan(plan)
     problems = validate_strategy(asked, hardware, plan)
+    if spec.validation.rehearse and not rows:
+        problems += rehearse(asked, plan, paths.rehearsal, run_id)
     save_validation(problems, spec.validation.silence)
     launch = write_temp_config(asked, hardware, plan, run_id, change, data)
     return Ready(run_id, paths, spec, hardware, data, problems, change, plan, launch)

@@ -92,6 +92,11 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def rehearsal(self) -> Path:
+        """Folder of the rehearsal; it stays only if that failed."""
+        return self.root / "rehearsal"
+
+    @property
     def temp(self) -> Path:
         """Folder of files that live as long as an attempt, the temp config among them."""
         return self.root / "tmp"

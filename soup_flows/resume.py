@@ -144,14 +144,25 @@ def _choose(spec: TrainingSpec, paths: RunPaths, change: Change, note: Note) -> 
     return (None if asked == "auto" else _named(asked, spec, note)), False
 
 
-def _named(asked: str, spec: TrainingSpec, note: Note) -> Path:
-    """Return the checkpoint that a run id or a path stands for."""
+def named_folder(asked: str, spec: TrainingSpec) -> Path:
+    """Return the folder that a run id or a path stands for: a checkpoint, or one that holds checkpoints.
+
+    Raises:
+        Refused: `RES010` if there is none.
+    """
     run = RunPaths.of(spec.output_dir, asked).root
     folder = run if "/" not in asked and run.is_dir() else Path(asked).expanduser().absolute()
     if not folder.is_dir():
         runs = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
         fix = nearest(asked, runs) or "give a run id, a checkpoint, a run directory, auto or never"
         raise refuse("RES010", "recovery.resume", f"there is no run and no folder {asked!r}", fix)
+    inner = folder / "checkpoints"
+    return inner if inner.is_dir() else folder
+
+
+def _named(asked: str, spec: TrainingSpec, note: Note) -> Path:
+    """Return the checkpoint that a run id or a path stands for."""
+    folder = named_folder(asked, spec)
     if (folder / MANIFEST).is_file() or folder.name.startswith("checkpoint-"):
         reasons = verify(folder)
         if reasons:
@@ -159,13 +170,8 @@ def _named(asked: str, spec: TrainingSpec, note: Note) -> Path:
             fix = f"use {others[0]}" if others else "no other checkpoint beside it verifies"
             raise refuse("RES011", "recovery.resume", f"{folder} is broken: {'; '.join(reasons)}", fix)
         return folder
-    inner = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    found = newest_good(inner, on_broken=note)
+    found = newest_good(folder, on_broken=note)
     if found is None:
-        raise refuse(
-            "RES012",
-            "recovery.resume",
-            f"{folder} holds no checkpoint that verifies",
-            "use recovery.resume=never",
-        )
+        words = f"{folder} holds no checkpoint that verifies"
+        raise refuse("RES012", "recovery.resume", words, "use recovery.resume=never")
     return found

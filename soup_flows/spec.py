@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from soup_flows.errors import Problem, Refused, nearest
 from soup_flows.roots import problems_with_roots
@@ -162,6 +170,9 @@ class ValidationSettings(Group):
     """Also build the model without weights, load the tokenizer and encode the first rows, in a process of its own
     that takes some seconds: finds templates without an end of turn, adapters that match nothing, rows without a
     trained token."""
+    rehearse: bool = Field(False, title="Rehearse on CPU first")
+    """Before any GPU is taken: run two steps of the plan on two CPU ranks with a small copy of the model, save and
+    resume. Takes a minute; a run that fails in it is refused with the cause."""
     strict: bool = Field(False, title="Warnings are errors")
     """Refuse the run for warnings too."""
     silence: dict[str, str] = Field(default_factory=dict, title="Silenced rules")
@@ -195,16 +206,16 @@ class LauncherSettings(Group):
     """How long to wait for devices that other runs hold; for as long as it takes when empty."""
     drill: DrillName | None = Field(None, title="Fault drill")
     """Make this run suffer on purpose, to see what happens; needs `allow_drill`."""
-    allow_drill: bool = Field(False, title="Allow the fault drill")
+    allow_drill: bool = Field(False, validate_default=True, title="Allow the fault drill")
     """A drill ends the run, and some drills end the flow itself: say that it is meant."""
 
-    @model_validator(mode="after")
-    def _drill_is_meant(self) -> LauncherSettings:
-        if self.drill is not None and not self.allow_drill:
-            raise ValueError(
-                f"drill={self.drill!r} makes the run fail on purpose; set launcher.allow_drill=true"
-            )
-        return self
+    @field_validator("allow_drill")
+    @classmethod
+    def _drill_is_meant(cls, value: bool, info: ValidationInfo) -> bool:
+        drill = info.data.get("drill")
+        if drill is not None and not value:
+            raise ValueError(f"drill={drill!r} makes the run fail on purpose; set launcher.allow_drill=true")
+        return value
 
 
 class TrainingSpec(Group):
@@ -254,7 +265,7 @@ class TrainingSpec(Group):
     def _gpus_from_text(cls, value: object) -> object:
         """Accept `"4"` as well as 4, since command lines and forms send text."""
         if isinstance(value, bool):
-            raise ValueError("true and false are not numbers of GPUs")
+            raise ValueError("true and false are not numbers of GPUs; use a whole number or auto")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
     def local_paths(self) -> dict[str, str]:
@@ -278,14 +289,18 @@ class TrainingSpec(Group):
 
     @model_validator(mode="after")
     def _one_strategy(self) -> TrainingSpec:
-        named = [
-            name for name in ("deepspeed", "fsdp", "deepspeed_config") if getattr(self, name) is not None
-        ]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} exclude each other; keep one of them")
-        if named and self.strategy != "auto":
-            raise ValueError(f"{named[0]} and strategy={self.strategy} exclude each other; keep one of them")
+        words = _contradiction(vars(self))
+        if words:
+            raise ValueError(words)
         return self
+
+
+def _contradiction(values: Mapping[str, Any]) -> str:
+    """Say which of the settings that name a strategy exclude each other; empty if none do."""
+    named = [name for name in ("deepspeed", "fsdp", "deepspeed_config") if values.get(name) is not None]
+    strategy = values.get("strategy", "auto")
+    named += [f"strategy={strategy}"] if named and strategy != "auto" else []
+    return f"{' and '.join(named)} exclude each other; keep one of them" if len(named) > 1 else ""
 
 
 def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
@@ -301,7 +316,15 @@ def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
     try:
         spec = TrainingSpec.model_validate(dict(values))
     except ValidationError as error:
-        raise Refused(_problems(error)) from None
+        problems = _problems(error)
+        words = _contradiction(values)
+        if words:  # pydantic looks at single fields first, and goes no further when one is wrong
+            problems = [p for p in problems if "exclude each other" not in p.message]
+            fix = "remove the other; `soup-flows presets` tells them apart"
+            problems.append(
+                Problem(id="SPEC001", severity="error", field=words.split(" ", 1)[0], message=words, fix=fix)
+            )
+        raise Refused(problems) from None
     outside = problems_with_roots(spec.local_paths())
     if outside:
         raise Refused(outside)
@@ -321,10 +344,10 @@ def _problems(error: ValidationError) -> list[Problem]:
             fix = nearest(parts[-1], names) or "valid here: " + ", ".join(names)
         elif item["type"] == "missing":
             message, fix = "is required", f"give {field}"
-        elif item["type"] == "value_error" and annotation is model:
-            fix = ""
         elif not parts:
-            field, fix = message.split(" ", 1)[0], "remove the other; `soup-flows presets` tells them apart"
+            continue  # what contradicts each other, which `parse_spec` says
+        elif item["type"] == "value_error":
+            fix = ""
         else:
             message, fix = f"got {item['input']!r}", _expected(annotation, item["input"], message)
         rule = {"extra_forbidden": "SPEC002", "missing": "SPEC003"}.get(item["type"], "SPEC001")

@@ -22,7 +22,14 @@ from soup_flows.data.report import better_answer
 from soup_flows.data.values import Dropped, Encoded
 from soup_flows.errors import Refused
 from soup_flows.spec import TrainingSpec
-from soup_flows.training.model import add_adapters, load_tokenizer
+from soup_flows.training.model import (
+    UnsuitableModel,
+    add_adapters,
+    load_tokenizer,
+    packs,
+    refuse_mixing,
+    refuse_signature,
+)
 
 ROWS = 200
 """Rows that are encoded."""
@@ -68,6 +75,12 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
     classes = {type(module).__name__ for module in model.modules()}
     wrapped = set(model._no_split_modules or ())
     found |= {"wrap_classes": sorted(wrapped), "wrap_found": sorted(wrapped & classes)}
+    if packs(spec):
+        try:
+            refuse_mixing(config)
+            refuse_signature(model)
+        except UnsuitableModel as error:
+            found["packing_error"] = str(error)
     if spec.trains_adapters:
         try:
             with torch.device("meta"):

@@ -33,6 +33,7 @@ from soup_flows.validation import (
     nvme,
     peft,
     security,
+    trackers,
     variables,
 )
 from soup_flows.validation.deep import RULES as DEEP_RULES
@@ -42,6 +43,7 @@ from soup_flows.validation.deepspeed_json import check_deepspeed_config
 from soup_flows.validation.facts import look_at_data, look_at_model
 from soup_flows.validation.fsdp_config import RULES as FSDP_RULES
 from soup_flows.validation.fsdp_config import check_fsdp_config
+from soup_flows.validation.resuming import resume_problems
 from soup_flows.validation.silence import settle
 from soup_flows.validation.table import Context, Rule, by_severity
 
@@ -62,7 +64,7 @@ RUN_RULES: tuple[Rule[Context], ...] = tuple(
     rule
     for domain in (
         *(batch, dtype, deepspeed, nvme, fsdp, peft, checkpointing, model, data),
-        *(environment, variables, hardware, security),
+        *(environment, trackers, variables, hardware, security),
     )
     for rule in domain.RULES
 )
@@ -103,6 +105,7 @@ def validate(
         if local or not rule.local:
             problems += rule.apply(context)
     problems += memory_problems(spec, plan)
+    problems += resume_problems(spec, plan) if local else []
     if plan.engine == "deepspeed" and spec.deepspeed_config is not None:
         problems += check_deepspeed_config(plan.config, context)
     if plan.engine == "fsdp":

@@ -8,6 +8,7 @@ from soup_flows.validation.table import ACCELERATE, DEEPSPEED, TRANSFORMERS, Con
 
 FULL_LR_LIMIT = 1e-3
 LORA_LR_LIMIT = 1e-2
+FULL_DPO_LIMIT = 5e-6
 
 
 @rule(
@@ -162,6 +163,35 @@ def lowered_micro_batch(run: Context) -> Iterator[Found]:
     asked, got = run.spec.training.per_device_train_batch_size, run.plan.batch.per_device_train_batch_size
     if asked is not None and asked > got and run.spec.deepspeed_config is None:
         yield Found(f"per_device_train_batch_size={asked} became {got}")
+
+
+@rule(
+    "BT012",
+    "warning",
+    "training.learning_rate",
+    "preference tuning of every weight forgets the model at rates that suit supervised tuning",
+    fix="use 5e-7 to 5e-6, or training.method=lora",
+    source="TRL documentation, DPOConfig: 1e-6 by default; alignment-handbook, Zephyr DPO: 5e-7",
+)
+def high_dpo_rate(run: Context) -> Iterator[Found]:
+    """A learning rate of supervised tuning in a full run of DPO."""
+    train = run.spec.training
+    if train.task == "dpo" and run.full and train.learning_rate > FULL_DPO_LIMIT:
+        yield Found(f"learning_rate={train.learning_rate:g} for DPO")
+
+
+@rule(
+    "BT013",
+    "warning",
+    "training.dpo_beta",
+    "nothing reads it",
+    fix="set training.task=dpo, or drop it",
+    source="this package: dpo_beta is read for the task dpo",
+)
+def idle_beta(run: Context) -> Iterator[Found]:
+    """`dpo_beta` chosen for another task than DPO."""
+    if run.spec.training.task != "dpo" and run.said("training", "dpo_beta"):
+        yield Found(f"dpo_beta={run.spec.training.dpo_beta:g} with training.task={run.spec.training.task}")
 
 
 RULES = rules_in(globals())

@@ -189,6 +189,16 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "HW025": ("The GPUs differ", "choose equal ones"),
     "HW026": ("A GPU without bf16", "fp16 with loss scaling is used"),
     "VA001": ("A rule that does not exist is silenced", "the message names the nearest one"),
+    "RH001": ("Something the rehearsal on CPU ranks ran", "nothing to do"),
+    "RH002": ("Something the rehearsal on CPU ranks cannot show", "keep it in mind"),
+    "RH003": (
+        "The rehearsal on CPU ranks failed; the run would fail the same way on GPUs",
+        "the message has the failure class, the cause and the kept folder",
+    ),
+    "RH004": (
+        "No small copy of the model could be made for the rehearsal",
+        "set validation.rehearse=false for this model",
+    ),
     "AC001": ("The accelerate YAML cannot be read", "the message names line and column"),
     "AC002": ("accelerate knows no such key", "the message names the nearest one"),
     "AC003": ("A key of the accelerate YAML is not used here", "nothing to do, or as the message says"),

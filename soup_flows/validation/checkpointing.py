@@ -9,6 +9,9 @@ from soup_flows.hardware.values import Disk
 from soup_flows.validation.table import ANY, TRANSFORMERS, Context, Found, rule, rules_in
 
 GIB = 1 << 30
+MANY_STEPS = 200
+LOCAL_DISKS = ("ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs", "f2fs")
+"""File systems of one machine."""
 
 
 def _disk(run: Context) -> Disk | None:
@@ -73,6 +76,76 @@ def inside_model(run: Context) -> Iterator[Found]:
         model = run.model.folder.absolute()
         if model == output or model in output.parents:
             yield Found(f"{output} is in the model folder")
+
+
+@rule(
+    "CP004",
+    "warning",
+    "recovery.save_steps",
+    "a run that is interrupted starts over, and on_nan has nothing to go back to",
+    fix="leave save_steps empty (about ten checkpoints a run)",
+    source="this package: a retry goes on from the newest checkpoint that verifies",
+)
+def never_saved(run: Context) -> Iterator[Found]:
+    """A run of many steps without a checkpoint."""
+    steps = run.plan.steps
+    if run.spec.recovery.save_steps == 0 and steps is not None and steps.total_steps >= MANY_STEPS:
+        yield Found(f"save_steps=0 and {steps.total_steps} steps")
+
+
+@rule(
+    "CP005",
+    "warning",
+    "recovery.save_steps",
+    "no checkpoint is ever written",
+    fix="lower save_steps, or leave it empty",
+    source="transformers/trainer_callback.py, DefaultFlowCallback; the last step is saved as the model",
+    versions=TRANSFORMERS,
+)
+def rarely_saved(run: Context) -> Iterator[Found]:
+    """As many steps between checkpoints as the run has, or more."""
+    steps, every = run.plan.steps, run.spec.recovery.save_steps
+    if steps is not None and every and every >= steps.total_steps > 1:
+        yield Found(f"save_steps={every}, and the run has {steps.total_steps} steps")
+
+
+@rule(
+    "CP006",
+    "warning",
+    "recovery.save_total_limit",
+    "saves fail once the disk is full, and a retry goes back to an old step",
+    fix="free space, choose another output folder, or lower save_total_limit",
+    source="files of checkpoints with AdamW, per weight: DDP 12 bytes, ZeRO 14 to 16, FSDP 16; one more while saving",
+    versions=ANY,
+)
+def no_room_for_checkpoints(run: Context) -> Iterator[Found]:
+    """An output disk that holds the final model but not the checkpoints to keep."""
+    count, disk = run.model.parameters, _disk(run)
+    if count is None or disk is None or not run.full or run.spec.recovery.save_steps == 0:
+        return
+    each = count * (12 if run.plan.engine in ("ddp", "single") else 14)
+    need = each * (run.spec.recovery.save_total_limit + 1) + (_saved_bytes(run) or 0)
+    if need > disk.free_bytes >= (_saved_bytes(run) or 0):
+        yield Found(
+            f"{run.spec.recovery.save_total_limit} checkpoints of {each / GIB:.1f} GiB, one being written, and the "
+            f"model take {need / GIB:.1f} GiB; {disk.free_bytes / GIB:.1f} GiB are free"
+        )
+
+
+@rule(
+    "CP007",
+    "error",
+    "output_dir",
+    "each machine keeps only the shards of its own ranks, and no resume finds them all",
+    fix="choose a folder on a file system that all machines share",
+    source="huggingface/accelerate#3010; transformers/integrations/deepspeed.py, use_node_local_storage",
+    versions=ANY,
+)
+def shards_apart(run: Context) -> Iterator[Found]:
+    """Several machines, and an output folder on a disk of one of them."""
+    disk = _disk(run)
+    if run.plan.nodes > 1 and disk is not None and disk.filesystem in LOCAL_DISKS:
+        yield Found(f"{disk.path} is on {disk.filesystem} and the run has {run.plan.nodes} nodes")
 
 
 RULES = rules_in(globals())

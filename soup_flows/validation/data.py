@@ -214,4 +214,19 @@ def all_held_out(run: Context) -> Iterator[Found]:
         yield Found(f"eval_split={split:g} of {run.data.kept} row(s)")
 
 
+@rule(
+    "DA013",
+    "error",
+    "dataset",
+    "there is nothing to compare",
+    fix="give rows with `chosen` and `rejected`, or set training.task=sft",
+    source="Rafailov et al. 2023 (DPO): pairs of answers",
+)
+def no_pairs(run: Context) -> Iterator[Found]:
+    """Rows without pairs of answers for the task DPO."""
+    others = sorted(run.data.kinds - {"preference"})
+    if run.spec.training.task == "dpo" and others:
+        yield Found(f"{run.spec.dataset} holds {' and '.join(others)} rows")
+
+
 RULES = rules_in(globals())

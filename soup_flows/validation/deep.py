@@ -47,6 +47,8 @@ class Seen(BaseModel):
     adapters: int | None = None
     """Weights of the adapters."""
     adapter_error: str = ""
+    packing_error: str = ""
+    """Why rows cannot be laid end to end."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,21 @@ def lost_rows(sight: Sight) -> Iterator[Found]:
 def not_seen(_: Sight) -> Iterator[Found]:
     """A look that could not be taken."""
     yield from ()
+
+
+@rule(
+    "DP010",
+    "error",
+    "data.packing",
+    "the ranks would stop: rows laid end to end would see each other, and the losses would look fine",
+    fix="set data.packing=false: rows are then padded",
+    source="huggingface/trl#1230, #3067, #5316; this package: every row attends to itself alone",
+    versions=TRANSFORMERS,
+)
+def rows_mixed(sight: Sight) -> Iterator[Found]:
+    """Packing for a model that cannot keep rows apart."""
+    if sight.seen.packing_error:
+        yield Found(sight.seen.packing_error)
 
 
 def _reasons(sight: Sight) -> str:

@@ -26,8 +26,8 @@ LOCK_IS_OLD_S = 600.0
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "ceph", "9p", "fuse")
 
 
-def _missing(*modules: str) -> Iterator[Found]:
-    """Name the modules that are not installed; nothing is imported."""
+def missing(*modules: str) -> Iterator[Found]:
+    """Yield one finding that names the modules that are not installed; nothing is imported."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     if absent:
         yield Found(", ".join(absent) + " cannot be found")
@@ -44,7 +44,7 @@ def _missing(*modules: str) -> Iterator[Found]:
 )
 def no_stack(_: Context) -> Iterator[Found]:
     """torch, transformers, accelerate or datasets not installed."""
-    yield from _missing(*TRAIN_MODULES)
+    yield from missing(*TRAIN_MODULES)
 
 
 @rule(
@@ -59,7 +59,7 @@ def no_stack(_: Context) -> Iterator[Found]:
 def no_deepspeed(run: Context) -> Iterator[Found]:
     """A DeepSpeed strategy without DeepSpeed."""
     if run.plan.engine == "deepspeed":
-        yield from _missing("deepspeed")
+        yield from missing("deepspeed")
 
 
 @rule(
@@ -74,7 +74,7 @@ def no_deepspeed(run: Context) -> Iterator[Found]:
 def no_peft(run: Context) -> Iterator[Found]:
     """LoRA without peft."""
     if not run.full:
-        yield from _missing("peft")
+        yield from missing("peft")
 
 
 @rule(
@@ -151,19 +151,20 @@ def _numbers(version: str) -> tuple[int, ...]:
     "error",
     "model",
     "the ranks could not load the quantised weights",
-    fix="pip install bitsandbytes on the machine that trains",
+    fix="pip install 'soup-flows[quantised]' on the machine that trains",
     source="transformers/quantizers/quantizer_bnb_4bit.py, validate_environment",
     local=True,
 )
 def no_bitsandbytes(run: Context) -> Iterator[Found]:
-    """A model quantised by bitsandbytes, without bitsandbytes."""
+    """QLoRA, or a model quantised by bitsandbytes, without bitsandbytes."""
     config = run.model.quantization or {}
     if (
-        config.get("quant_method") == "bitsandbytes"
+        run.spec.training.method == "qlora"
+        or config.get("quant_method") == "bitsandbytes"
         or config.get("load_in_4bit")
         or config.get("load_in_8bit")
     ):
-        yield from _missing("bitsandbytes")
+        yield from missing("bitsandbytes")
 
 
 def _extension_folder(run: Context) -> Path:
@@ -213,6 +214,39 @@ def shared_extensions(run: Context) -> Iterator[Found]:
         found = disk(folder, Path("/"))
         if found and found.filesystem.split(".")[0] in NETWORK:
             yield Found(f"{folder} is on {found.filesystem}")
+
+
+@rule(
+    "EN010",
+    "error",
+    "training.task",
+    "the ranks stop when the trainer is made, after the model was loaded",
+    fix="pip install 'soup-flows[preference]' on the machine that trains",
+    source="the extra `preference` of this package",
+    local=True,
+)
+def no_trl(run: Context) -> Iterator[Found]:
+    """DPO without TRL."""
+    if run.spec.training.task == "dpo":
+        yield from missing("trl")
+
+
+@rule(
+    "EN013",
+    "error",
+    "deepspeed",
+    "DeepSpeed cannot compile its operator and the ranks stop after the model was loaded",
+    fix="set TORCH_EXTENSIONS_DIR to a folder that you may write",
+    source="torch/utils/cpp_extension.py, _get_build_directory; homes of containers are often read-only",
+    local=True,
+)
+def unwritable_extensions(run: Context) -> Iterator[Found]:
+    """Operators that would be compiled in a folder that cannot be written."""
+    folder = _extension_folder(run)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if builds_operator(run) and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        yield Found(f"{folder} is not a folder that this user may write")
 
 
 RULES = rules_in(globals())

@@ -9,6 +9,9 @@ from soup_flows.errors import nearest
 from soup_flows.validation.table import ACCELERATE, ANY, PEFT, TRANSFORMERS, Context, Found, rule, rules_in
 
 USUAL_LORA_RATE = 5e-5
+UNTRAINABLE = frozenset({"auto-round", "fbgemm_fp8", "gemma", "gguf", "higgs", "metal", "mxfp4", "nvfp4", "quark",
+                         "spqr", "vptq"})  # fmt: skip
+"""Quantisation methods whose quantizer answers `is_trainable` with False (transformers 5.24)."""
 FLOAT_STORAGE = ("bfloat16", "float16", "float32")
 
 
@@ -204,6 +207,62 @@ def odd_scale(run: Context) -> Iterator[Found]:
     scale = run.spec.lora.alpha / run.spec.lora.r
     if not run.full and not 1 / 16 <= scale <= 16:
         yield Found(f"alpha / r is {scale:g}")
+
+
+@rule(
+    "PE011",
+    "error",
+    "model",
+    "transformers refuses to train on it, with adapters too, once it is loaded",
+    fix="use the model that is not quantised (gpt-oss: load it with Mxfp4Config(dequantize=True) and save it once)",
+    source="transformers/trainer_utils.py and quantizers/*.py, is_trainable; OpenAI cookbook, gpt-oss with TRL",
+    versions=TRANSFORMERS,
+)
+def untrainable_quantisation(run: Context) -> Iterator[Found]:
+    """Adapters on a model quantised by a method that transformers cannot train with."""
+    if not run.full and _method(run) in UNTRAINABLE:
+        yield Found(f"{run.model.name} is quantised by {_method(run)}")
+
+
+@rule(
+    "PE012",
+    "error",
+    "training.method",
+    "transformers does not quantise a quantised model again and stops while loading",
+    fix="use training.method=lora, or the model that is not quantised",
+    source="transformers/quantizers/auto.py, merge_quantization_configs",
+    versions=TRANSFORMERS,
+)
+def quantised_twice(run: Context) -> Iterator[Found]:
+    """QLoRA on a model that is quantised by another method than bitsandbytes."""
+    config = run.model.quantization
+    if run.spec.training.method == "qlora" and config is not None and not _is_bitsandbytes(config):
+        yield Found(f"{run.model.name} is quantised ({_method(run)}) and training.method is qlora")
+
+
+def _is_bitsandbytes(config: dict[str, object]) -> bool:
+    return config.get("quant_method") == "bitsandbytes" or bool(
+        config.get("load_in_4bit") or config.get("load_in_8bit")
+    )
+
+
+@rule(
+    "PE013",
+    "warning",
+    "lora.target_modules",
+    "only the attention gets adapters, and the experts, nine tenths of the weights, stay as they are",
+    fix="nothing if that is meant; else use training.method=full",
+    source="peft 0.21 on transformers 5.24: the experts of gpt-oss are tensors with biases, not linear layers",
+    versions=PEFT,
+)
+def bare_experts(run: Context) -> Iterator[Found]:
+    """`all-linear` on gpt-oss."""
+    if (
+        not run.full
+        and run.model.text_config.get("model_type") == "gpt_oss"
+        and run.spec.lora.target_modules == "all-linear"
+    ):
+        yield Found("lora.target_modules=all-linear on gpt-oss")
 
 
 RULES = rules_in(globals())

@@ -91,3 +91,19 @@ def test_every_field_says_what_it_is() -> None:
                 walk(field.annotation)
 
     walk(TrainingSpec)
+
+
+def test_contradictions_are_reported_with_everything_else() -> None:
+    wrong = {
+        "gpus": "many",
+        "launcher": {"drill": "kill_rank", "timeout_min": -1},
+        "training": {"learning_rat": 1},
+    }
+    with pytest.raises(Refused) as refused:
+        parse_spec({"model": "m", "dataset": "d", "deepspeed": "zero2", "fsdp": "full_shard", **wrong})
+    found = {problem.field: problem.message for problem in refused.value.problems}
+    fields = {"deepspeed", "gpus", "launcher.allow_drill", "launcher.timeout_min", "training.learning_rat"}
+    assert set(found) == fields
+    assert "exclude each other" in found["deepspeed"]
+    assert "fail on purpose" in found["launcher.allow_drill"]
+    parse_spec({"model": "m", "dataset": "d", "launcher": {"drill": "kill_rank", "allow_drill": True}})

@@ -69,6 +69,7 @@ SHELL = {
     "cli_plan",
     "cli_runs",
     "attempt",
+    "rehearse",
     "live",
     "own_run",
     "hooks",

@@ -25,5 +25,6 @@ SEEN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"kept": 0, "stop_trained": 0, "lost": {"no trained token": 5}},
         {"lost": {"no trained token": 5}},
     ),
+    "DP010": ({"packing_error": "mamba has layers (mamba) that would mix rows laid end to end"}, {}),
     "DP008": ({"lost": {"no trained token": 5}}, {}),
 }

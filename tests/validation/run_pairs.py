@@ -8,12 +8,14 @@ from soup_flows.hardware import Disk, HostMemory
 from tests.validation.world import CHAT, GIB, machine
 
 LORA = {"training": {"method": "lora"}}
+QLORA = {"training": {"method": "qlora"}}
 GPT2 = {"config": {"n_positions": 512, "max_position_embeddings": None}}
 QUANT = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
 REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}, "model_type": "no_such_model"}
 EIGHT_B = {"parameters": 8_000_000_000}
 SMALL_HOST = machine(host_memory=HostMemory(total_bytes=64 * GIB, available_bytes=50 * GIB))
 ZERO3 = {"deepspeed": "zero3"}
+PAIRS = [{"prompt": f"Q {i}", "chosen": f"A {i}", "rejected": "B"} for i in range(40)]
 FUSED = {"optimizer": {"type": "AdamW"}}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
 MIG = machine("A100", 2)
@@ -85,6 +87,11 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec": train(per_device_train_batch_size=6)},
         {"spec": train(per_device_train_batch_size=8)},
     ),
+    "BT012": (
+        {"spec": train(task="dpo", learning_rate=2e-5), "rows": PAIRS},
+        {"spec": train(task="dpo", learning_rate=1e-6), "rows": PAIRS},
+    ),
+    "BT013": ({"spec": train(dpo_beta=0.5)}, {"spec": train(task="dpo", dpo_beta=0.5), "rows": PAIRS}),
     "DT003": (
         {"on": machine("T4"), "model": {}},
         {"on": machine("T4"), "model": {"config": {"dtype": "float16"}}},
@@ -225,6 +232,31 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"on": disk(10), "model": EIGHT_B},
         {"on": disk(10), "model": EIGHT_B, "spec": LORA},
     ),
+    "CP004": (
+        {"rows": 4000, "spec": {"recovery": {"save_steps": 0}}},
+        {"rows": 64, "spec": {"recovery": {"save_steps": 0}}},
+    ),
+    "CP005": ({"spec": {"recovery": {"save_steps": 4}}}, {"spec": {"recovery": {"save_steps": 3}}}),
+    "CP006": ({"on": disk(200), "model": EIGHT_B}, {"on": disk(400), "model": EIGHT_B}),
+    "CP007": (
+        {"on": disk(400), "plan": {"nodes": 2, "world_size": 4}},
+        {"on": disk(400, "nfs4"), "plan": {"nodes": 2, "world_size": 4}},
+    ),
+    "PE011": (
+        {"model": {"config": {"quantization_config": {"quant_method": "mxfp4"}}}, "spec": LORA},
+        {"model": {"config": {"quantization_config": {"quant_method": "gptq"}}}, "spec": LORA},
+    ),
+    "PE012": (
+        {"model": {"config": {"quantization_config": {"quant_method": "gptq"}}}, "spec": QLORA},
+        {"model": {"config": QUANT}, "spec": QLORA},
+    ),
+    "PE013": (
+        {"model": {"config": {"model_type": "gpt_oss"}}, "spec": LORA},
+        {
+            "model": {"config": {"model_type": "gpt_oss"}},
+            "spec": {**LORA, "lora": {"target_modules": ["q_proj"]}},
+        },
+    ),
     "CP002": ({"on": disk(100, "tmpfs")}, {"on": disk(100)}),
     "CP003": (
         {"spec": lambda folder: {"output_dir": str(folder / "model/out")}},
@@ -305,6 +337,30 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DA012": (
         {"rows": 1, "spec": {"data": {"eval_split": 0.5}}},
         {"rows": 2, "spec": {"data": {"eval_split": 0.5}}},
+    ),
+    "DA013": (
+        {"spec": train(task="dpo")},
+        {"spec": train(task="dpo"), "rows": PAIRS},
+    ),
+    "EN012": (
+        {"spec": train(report_to=["wandb"]), "environ": lambda folder: {"HOME": str(folder)}},
+        {
+            "spec": train(report_to=["wandb"]),
+            "environ": lambda folder: {"HOME": str(folder)},
+            "before": lambda folder: (folder / ".netrc").write_text(
+                "machine api.wandb.ai login user password x"
+            ),
+        },
+    ),
+    "EN013": (
+        {
+            "spec": {"deepspeed": "zero2_offload"},
+            "environ": lambda folder: {"TORCH_EXTENSIONS_DIR": str(folder / "rows.jsonl/ext")},
+        },
+        {
+            "spec": {"deepspeed": "zero2_offload"},
+            "environ": lambda folder: {"TORCH_EXTENSIONS_DIR": str(folder / "ext")},
+        },
     ),
     "EN005": (
         {"plan": zero(offload_optimizer={"device": "cpu"}), "on": machine(ninja=False)},

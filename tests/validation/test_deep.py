@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from soup_flows.spec import parse_spec
-from soup_flows.validation import validate
+from soup_flows.validation import deep, validate
 from soup_flows.validation.deep import RULES, Seen, Sight, check_deep, look
 from tests.validation.deep_pairs import SEEN, SEEN_PAIRS
 from tests.validation.world import CHAT, machine, rows_file, run
@@ -29,7 +30,7 @@ def test_pair(rule_id: str) -> None:
 def spec_of(assets: dict[str, str], tmp_path: Path) -> Any:
     def build(**values: Any) -> Any:
         rows = rows_file(tmp_path / "rows.jsonl", values.pop("rows", 20))
-        return parse_spec({"model": assets["model"], "dataset": str(rows), **values})
+        return parse_spec({"model": assets["model"], "dataset": str(rows)} | values)
 
     return build
 
@@ -73,6 +74,26 @@ def test_a_tokenizer_of_another_model(assets: dict[str, str], tmp_path: Path) ->
     assert [problem.id for problem in check_deep(spec, "ddp")] == ["DP003"]
     (folder / "tokenizer.json").write_text("{}")
     assert [problem.id for problem in check_deep(spec, "ddp")] == ["DP001"]
+
+
+@pytest.mark.ranks
+def test_a_look_that_takes_too_long_is_said(spec_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deep, "TIMEOUT_S", 0.01)  # no process imports torch in that time
+    problems = check_deep(spec_of(), "ddp")
+    assert [(problem.id, problem.severity) for problem in problems] == [("DP009", "warning")]
+    assert "it took more than" in problems[0].message
+
+
+@pytest.mark.ranks
+def test_a_model_that_cannot_keep_rows_apart(assets: dict[str, str], tmp_path: Path, spec_of: Any) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(assets["model"], folder)
+    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "vocab_size": 2048, "hidden_size": 32,
+              "num_hidden_layers": 2}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "DP010" in {problem.id for problem in check_deep(spec_of(model=str(folder)), "ddp")}
+    padded = spec_of(model=str(folder), data={"packing": False})
+    assert "DP010" not in {problem.id for problem in check_deep(padded, "ddp")}
 
 
 @pytest.mark.ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.validation.run_pairs import RUN_PAIRS
 from tests.validation.world import GOOD_JSON, edited, machine, rows_file, run
 
 BY_ID: dict[str, Rule[Any]] = {rule.id: rule for rule in RULES}
-INSTALLATION = {"EN001", "EN002", "EN003", "EN004", "EN006", "EN007", "EN008", "EN009"}
+INSTALLATION = {"EN001", "EN002", "EN003", "EN004", "EN006", "EN007", "EN008", "EN009", "EN010", "EN011"}
 """Rules about what is installed here: tested one by one below."""
 
 
@@ -85,12 +86,22 @@ def test_run_pair(rule_id: str, tmp_path: Path) -> None:
     assert not _fires(rule_id, good, tmp_path / "good")
 
 
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Make `module` one that can be found, if it is not installed here."""
+    if importlib.util.find_spec(module) is None:
+        (folder / "site" / module).mkdir(parents=True)
+        (folder / "site" / module / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(folder / "site"))
+
+
 @pytest.mark.parametrize(
     ("rule_id", "module", "spec"),
     [
         ("EN001", "accelerate", {}),
         ("EN002", "deepspeed", {"deepspeed": "zero2"}),
         ("EN003", "peft", {"training": {"method": "lora"}}),
+        ("EN010", "trl", {"training": {"task": "dpo"}}),
+        ("EN011", "tensorboard", {"training": {"report_to": ["tensorboard"]}}),
     ],
 )
 def test_missing_package(
@@ -98,15 +109,32 @@ def test_missing_package(
 ) -> None:
     context = run(tmp_path, spec=spec)
     monkeypatch.delitem(sys.modules, module, raising=False)
+    install(tmp_path, monkeypatch, module)
     assert not BY_ID[rule_id].apply(context)
     monkeypatch.setitem(sys.modules, module, None)
     assert BY_ID[rule_id].apply(context)
 
 
-def test_missing_bitsandbytes(tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "bitsandbytes"}}
-    assert BY_ID["EN007"].apply(run(tmp_path / "a", model={"config": quantised}))
-    assert not BY_ID["EN007"].apply(run(tmp_path / "b"))
+def test_missing_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = {"config": {"quantization_config": {"quant_method": "bitsandbytes"}}}
+    cases = {
+        "loaded": run(tmp_path / "a", model=quantised),
+        "made": run(tmp_path / "b", spec={"training": {"method": "qlora"}}),
+        "neither": run(tmp_path / "c", spec={"training": {"method": "lora"}}),
+    }
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert [name for name, context in cases.items() if BY_ID["EN007"].apply(context)] == ["loaded", "made"]
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    install(tmp_path, monkeypatch, "bitsandbytes")
+    assert not any(BY_ID["EN007"].apply(context) for context in cases.values())
+
+
+def test_trackers_without_a_key(tmp_path: Path) -> None:
+    asked = {"training": {"report_to": ["wandb", "comet_ml", "neptune"]}}
+    found = BY_ID["EN012"].apply(run(tmp_path / "a", spec=asked, environ={"HOME": str(tmp_path)}))
+    assert [problem.message.split(" ")[0] for problem in found] == ["wandb", "comet_ml", "neptune"]
+    keys = {"WANDB_MODE": "offline", "COMET_API_KEY": "x", "NEPTUNE_API_TOKEN": "x", "HOME": str(tmp_path)}
+    assert not BY_ID["EN012"].apply(run(tmp_path / "b", spec=asked, environ=keys))
 
 
 def test_unwritable_output(tmp_path: Path) -> None:
