@@ -8,7 +8,8 @@ from soup_flows.checkpoints import list_checkpoints, step_of
 from soup_flows.data.reading import list_files
 from soup_flows.errors import Problem, Refused
 from soup_flows.manifest import Manifest, read_manifest
-from soup_flows.resume import check_resume, data_hash, named_folder
+from soup_flows.resume import data_hash, named_folder
+from soup_flows.resume_fit import check_resume
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
