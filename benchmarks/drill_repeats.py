@@ -85,7 +85,7 @@ def once(
     time.sleep(moment_s)
     step = watch.poll()
     begun = time.time()
-    (supervisor,) = proc.marked(str(run_id), proc.SUPERVISOR_MARKER) or (0,)
+    supervisor = min(proc.marked(str(run_id), proc.SUPERVISOR_MARKER), default=0)
     if name == "cancel":
         site.cancel(run_id)
     elif name == "kill_worker":
@@ -152,7 +152,7 @@ def main() -> int:
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     rows = []
-    with TemporaryDirectory() as temporary:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         os.environ[LEASE_DIR] = f"{temporary}/leases"
         for row in repeats(arguments, Path(temporary)):
             rows.append(row)
