@@ -1,30 +1,37 @@
 """Repeat drills at random moments and count how often nothing was left.
 
-    python benchmarks/drill_repeats.py [--repeats 20] [--seed 0] [--train] [--rows FILE] [kill_flow cancel ...]
+    python benchmarks/drill_repeats.py [--repeats 20] [--ranks elastic] [--at-once 1] [--rows FILE] [NAME ...]
 
 Each is a flow run on a process worker, all against one Prefect server. The moment is drawn between the first
 process of the run's launch and some seconds after its ranks began to step, so that start-up, loading and
-stepping are all hit. The ranks only pretend to train unless `--train` is given: what is tried is the flow, the
-supervisor, torch elastic and the clean-up. `kill_worker` here is the worker's death under a run that has its
-output streamed (Prefect's default): the flow dies at its next line.
+stepping are all hit. `--ranks` says what is launched: ranks that really `train`, ones that only pretend to under
+torch `elastic`, or under a `light` launcher of ten lines; the last two try the flow, the supervisor and the
+clean-up. `kill_worker` kills the worker under runs that have their output streamed to it (Prefect's default), and
+then cancels them, with no worker left to do it. It strikes when all runs that are tried at once have been launched.
 
-A repeat is clean when no process that carries the run's marker, no temporary file and no lease is left.
-With `--rows` the repeats are appended to FILE (JSON lines) and the counts are over all that are in it.
+A repeat is clean when no process that carries the run's marker, no temporary file and no lease is left. Runs that
+are tried at once take no lease. With `--rows` the repeats are appended to FILE (JSON lines) and the counts are over
+all that are in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import json
 import os
 import random
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from uuid import UUID
 
 from soup_flows.drill import Watch, parameters
 from soup_flows.drill.rehearsal import rehearsal
@@ -36,34 +43,56 @@ from soup_flows.launch.leases import LEASE_DIR, holder
 from soup_flows.paths import RunPaths
 
 NAMES = ("kill_flow", "kill_worker", "cancel")
-LATEST_S = {True: 30.0, False: 12.0}
-"""Latest moment after the first process of the run was seen, by whether the ranks really train."""
+LATEST_S = {"train": 30.0, "elastic": 12.0, "light": 5.0}
+"""Latest moment after the first process of the run was seen, by what is launched."""
 LIMIT_S = 60.0
 """Longest wait for a clean end."""
+START_S = 240.0
+"""Longest wait for a launch."""
 
 
-def once(site: Site, name: str, folder: Path, moment_s: float, train: bool) -> dict[str, Any]:
-    """Run `name` once, with the blow `moment_s` seconds after the run's first process was seen."""
+def together(site: Site, name: str, folder: Path, moments: list[float], ranks: str) -> list[dict[str, Any]]:
+    """Run `name` as often as there are `moments`, at once: seconds from a run's first process to its blow."""
     values = parameters("cancel", folder)
-    flow, given = (
-        (soup_train, values) if train else (rehearsal, {"values": values, "output_dir": str(folder)})
-    )
-    run_id = site.submit(flow, given, stream_output=True)
+    flow: Any = soup_train
+    if ranks != "train":
+        values = {"values": values, "output_dir": str(folder), "elastic": ranks == "elastic"}
+        values |= {"lease": len(moments) == 1}
+        flow = rehearsal
+    run_ids = [site.submit(flow, values, stream_output=True) for _ in moments]
+    with ThreadPoolExecutor(len(moments)) as pool:
+        contexts = [contextvars.copy_context() for _ in moments]  # hold the address of the server
+        ready = threading.Barrier(len(moments) if name == "kill_worker" else 1)
+        futures = [
+            pool.submit(context.run, once, site, name, folder, run_id, moment, ready)
+            for context, run_id, moment in zip(contexts, run_ids, moments, strict=True)
+        ]
+        rows = [future.result() | {"ranks": ranks} for future in futures]
+    site.start_worker()
+    return rows
+
+
+def once(
+    site: Site, name: str, folder: Path, run_id: UUID, moment_s: float, ready: threading.Barrier
+) -> dict[str, Any]:
+    """Strike one run `moment_s` seconds after its first process was seen, and wait until nothing is left."""
     watch = Watch(RunPaths.of(folder, str(run_id)), lambda: True)
-    while not proc.marked(str(run_id)):
-        if (state := site.state(run_id)).is_final():
-            raise RuntimeError(f"the run ended before it was launched: {state.name} {state.message}")
-        time.sleep(0.05)
+    try:
+        wait_for(lambda: proc.marked(str(run_id)) or site.state(run_id).is_final(), START_S, "the launch")
+    except TimeoutError:
+        return {"drill": name, "clean": None, "why": f"not launched: {site.state(run_id).name}"}
+    ready.wait(START_S)
     time.sleep(moment_s)
     step = watch.poll()
     begun = time.time()
-    (supervisor,) = proc.marked(str(run_id), proc.SUPERVISOR_MARKER) or (0,)
+    supervisor = min(proc.marked(str(run_id), proc.SUPERVISOR_MARKER), default=0)
     if name == "cancel":
         site.cancel(run_id)
     elif name == "kill_worker":
         assert site.worker is not None
         site.worker.kill()
         site.worker.wait()
+        site.cancel(run_id)
     elif supervisor and (flow_process := proc.parent_of(supervisor)) is not None:
         proc.send([flow_process], signal.SIGKILL)
     with watch.until_clean(LIMIT_S):
@@ -72,15 +101,8 @@ def once(site: Site, name: str, folder: Path, moment_s: float, train: bool) -> d
     with contextlib.suppress(TimeoutError):
         wait_for(lambda: not watch.leftovers() and not held(str(run_id)), LIMIT_S, "files and leases to go")
     left = [*watch.leftovers(), *held(str(run_id))]
-    clean = seconds is not None and not watch.survivors and not left
-    return {
-        "drill": name,
-        "moment_s": round(moment_s, 2),
-        "step": step,
-        "seconds_to_clean": seconds,
-        "left": left,
-        "clean": clean,
-    }
+    found = {"drill": name, "moment_s": round(moment_s, 2), "step": step, "seconds_to_clean": seconds}
+    return found | {"left": left, "clean": seconds is not None and not watch.survivors and not left}
 
 
 def held(run_id: str) -> list[str]:
@@ -90,11 +112,26 @@ def held(run_id: str) -> list[str]:
     return [name for name in names if (found := holder(folder, name)) and found.get("run_id") == run_id]
 
 
+def repeats(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for every repeat."""
+    draw = random.Random(arguments.seed)
+    with Site.start() as site:
+        for first in range(0, arguments.repeats, arguments.at_once):
+            number = min(arguments.at_once, arguments.repeats - first)
+            for name in arguments.names:
+                moments = [draw.uniform(0, LATEST_S[arguments.ranks]) for _ in range(number)]
+                if name == "kill_worker":  # one worker, so one moment; the runs are of different age then
+                    moments = moments[:1] * number
+                yield from together(site, name, folder, moments, arguments.ranks)
+
+
 def counts(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return clean repeats of all repeats, by drill."""
-    names = dict.fromkeys(row["drill"] for row in rows)
+    """Return clean repeats of all that were launched, by drill."""
+    tried = [row for row in rows if row["clean"] is not None]
+    names = dict.fromkeys(row["drill"] for row in tried)
     return {
-        name: f"{sum(r['clean'] for r in rows if r['drill'] == name)} of {sum(r['drill'] == name for r in rows)}"
+        name: f"{sum(r['clean'] for r in tried if r['drill'] == name)} of "
+        f"{sum(r['drill'] == name for r in tried)}"
         for name in names
     }
 
@@ -107,32 +144,30 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(NAMES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", action="store_true", help="let the ranks really train")
+    parser.add_argument("--ranks", choices=list(LATEST_S), default="elastic")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs that are tried at once")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="append the repeats to FILE, JSON lines")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    moments, rows = random.Random(arguments.seed), []
-    with TemporaryDirectory() as temporary:
+    rows = []
+    with TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         os.environ[LEASE_DIR] = f"{temporary}/leases"
-        with Site.start() as site:
-            for _ in range(arguments.repeats):
-                for name in arguments.names:
-                    moment_s = moments.uniform(0, LATEST_S[arguments.train])
-                    rows.append(once(site, name, Path(temporary), moment_s, arguments.train))
-                    if arguments.rows is not None:
-                        with arguments.rows.open("a", encoding="utf-8") as file:
-                            file.write(json.dumps(rows[-1]) + "\n")
-                    if not arguments.json:
-                        print(rows[-1], flush=True)
+        for row in repeats(arguments, Path(temporary)):
+            rows.append(row)
+            if arguments.rows is not None:
+                with arguments.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            if not arguments.json:
+                print(row, flush=True)
     if arguments.rows is not None:
         rows = [json.loads(line) for line in arguments.rows.read_text(encoding="utf-8").splitlines()]
     if arguments.json:
         print(json.dumps({"clean": counts(rows), "runs": rows}, indent=2))
     else:
         print("clean:", ", ".join(f"{name} {count}" for name, count in counts(rows).items()))
-    return 0 if all(row["clean"] for row in rows) else 1
+    return 0 if all(row["clean"] is not False for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -23,6 +23,17 @@ from soup_flows.paths import RunPaths, write_atomic, write_json
 
 SMALL_DISK_BYTES = 4 << 20
 
+LAUNCHER = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
+ranks = [
+    subprocess.Popen([sys.executable, *sys.argv[2:]], env=os.environ | {"RANK": str(number)}, start_new_session=True)
+    for number in range(int(sys.argv[1]))
+]
+sys.exit(any([rank.wait() for rank in ranks]))
+"""
+"""Starts ranks as torch elastic does, each in a session of its own, and passes SIGTERM on."""
+
 
 def main() -> None:
     """Run what the request says: `{"run_id", "values", "quick", "small_disk"}`."""
@@ -52,8 +63,13 @@ def rehearse(values: dict[str, Any], run_id: str) -> None:
     run(rehearsal_plan(values, run_id))
 
 
-def rehearsal_plan(values: dict[str, Any], run_id: str, lease: LeaseSettings | None = None) -> LaunchPlan:
-    """Write the files of a run whose ranks only pretend to train, and return how to launch it."""
+def rehearsal_plan(
+    values: dict[str, Any], run_id: str, lease: LeaseSettings | None = None, elastic: bool = True
+) -> LaunchPlan:
+    """Write the files of a run whose ranks only pretend to train, and return how to launch it.
+
+    Without `elastic` a launcher of ten lines takes the place of torch elastic, which needs seconds to import.
+    """
     paths, launcher = RunPaths.of(values["output_dir"], run_id).create(), values["launcher"]
     paths.temp.mkdir(mode=0o700)
     write_json(paths.spec, {"launcher": {"drill": None, **launcher}})
@@ -72,7 +88,10 @@ def rehearsal_plan(values: dict[str, Any], run_id: str, lease: LeaseSettings | N
         lease=lease,
     )
     program = ("-m", "soup_flows.training.drills", str(paths.root))
-    plan = plan.model_copy(update={"argv": elastic_argv(run_id, 2, plan.stop_budget_s, *program)})
+    argv = elastic_argv(run_id, 2, plan.stop_budget_s, *program)
+    if not elastic:
+        argv = (sys.executable, "-c", LAUNCHER, str(plan.nproc_per_node), *program)
+    plan = plan.model_copy(update={"argv": argv})
     write_atomic(paths.launch, plan.model_dump_json(indent=2))
     return plan
 

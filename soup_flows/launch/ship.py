@@ -81,5 +81,5 @@ class Tailer:
             return
         try:
             callback(batch)
-        except Exception:
+        except (Exception, SystemExit):  # rich raises the second when the worker that reads stdout is gone
             logger.warning("a callback failed and training goes on", exc_info=True)

@@ -39,8 +39,11 @@ me, attempt = rank.rank_number(), pathlib.Path(os.environ["SOUP_FLOWS_ATTEMPT_DI
 def ready():
     (attempt / f"ready_{me}").write_text(str(os.getpid()))
 def fail(error):
-    rank.write_error(error)
-    raise error
+    try:
+        raise error
+    except BaseException:
+        rank.write_error(error)
+        raise
 """
 
 HOLDER = """

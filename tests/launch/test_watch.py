@@ -88,11 +88,20 @@ for i in range(20000):
     assert contexts == {"kept"}
 
 
-def test_failing_callback_is_no_reason_to_stop(launch: Launch) -> None:
-    def on_lines(lines: list[str]) -> None:
-        raise ValueError("a bug in a callback")
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_failing_callback_is_no_reason_to_stop(launch: Launch, kind: type[BaseException]) -> None:
+    body = """
+w = rank.EventWriter(attempt / "events.jsonl", me)
+w.write("first"); time.sleep(1); w.write("second")
+"""
+    seen: list[str] = []
 
-    assert run(launch.plan("print('hello')\n"), on_lines=on_lines).exit_code == 0
+    def on_events(events: list[dict[str, Any]]) -> None:
+        seen.extend(event["kind"] for event in events)
+        raise kind("a bug in a callback, or a worker that is gone")
+
+    assert run(launch.plan(body, ranks=1), on_events=on_events, poll_s=0.1).exit_code == 0
+    assert seen == ["first", "second"]
 
 
 def test_errors_of_every_rank_are_passed_on(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
