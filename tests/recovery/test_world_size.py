@@ -30,10 +30,24 @@ def assert_close_weights(one: TrainReport, other: TrainReport) -> None:
     assert worst < 1e-4
 
 
+def test_the_lost_steps_are_repeated_by_another_number_of_ranks(case: Maker) -> None:
+    """Three of them: the first proves the weights, the second and third the optimizer's state."""
+    run = case("zero2", recovery={"save_steps": 4})
+    killed = run.attempt(kill_after(7))
+    assert (killed.failure_class, killed.ledger[-1].good_step) == ("rank_killed", 4)
+    run.spec = run.spec.model_copy(update={"gpus": 1})
+    resumed = run.attempt()
+    assert (resumed.state, resumed.started_from) == ("completed", 4)
+    lost = [loss for step, loss in losses(killed) if step > 4]
+    assert len(lost) >= 3
+    again = [loss for step, loss in losses(resumed) if step > 4]
+    assert again[: len(lost)] == pytest.approx(lost, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("preset", "ranks", "then", "changes"),
     [
-        ("zero2", 2, 1, {}),
+        pytest.param("zero2", 2, 1, {}, marks=LONG),
         pytest.param("full_shard", 2, 1, {}, marks=LONG),
         pytest.param("zero3", 2, 1, LORA, marks=LONG),
         pytest.param("zero1", 2, 1, {}, marks=LONG),
