@@ -18,6 +18,8 @@ PACKAGE = ROOT / "soup_flows"
 CORE = (
     "units",
     "errors",
+    "user_file",
+    "user_yaml",
     "paths",
     "child",
     "spec",
@@ -28,7 +30,6 @@ CORE = (
     "deepspeed_file",
     "deepspeed_resolve",
     "deepspeed",
-    "accelerate_file",
     "accelerate_keys",
     "accelerate_config",
     "fsdp",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from soup_flows.hardware import Disk, Gpu, Hardware, HostMemory
 from soup_flows.sharding import make_plan
@@ -197,3 +200,11 @@ def run(
     context, problems = make_context(parsed, hardware, planned, environ=environ or {})
     assert not problems, problems
     return context
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Make `module` one that can be found, if it is not installed here."""
+    if importlib.util.find_spec(module) is None:
+        (folder / "site" / module).mkdir(parents=True)
+        (folder / "site" / module / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(folder / "site"))
