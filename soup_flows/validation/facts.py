@@ -124,6 +124,29 @@ class ModelFacts:
         except (OSError, ValueError, KeyError, struct.error):
             return None
 
+    def starts_with(self, name: str, words: bytes) -> bool:
+        """Whether a file of the folder begins with `words`; False where it cannot be read."""
+        try:
+            with ((self.folder or Path()) / name).open("rb") as stream:
+                return stream.read(len(words)) == words
+        except OSError:
+            return False
+
+    def stated_size(self, name: str) -> int | None:
+        """Return the bytes that the header of a safetensors file accounts for; None without a good header."""
+        if self.folder is None or name not in self.files:
+            return None
+        try:
+            with (self.folder / name).open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > self.files[name]:
+                    return None
+                table = json.loads(stream.read(length))
+            ends = [item["data_offsets"][1] for key, item in table.items() if key != "__metadata__"]
+            return 8 + int(length) + max(ends, default=0)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
+            return None
+
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
         """`tokenizer_config.json`, empty where there is none."""
