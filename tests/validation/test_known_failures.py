@@ -200,7 +200,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
         {"model": {"files": {"tokenizer.json": POINTER}}},
         "MD010",
     ),
-    "a download that was interrupted (MetadataIncompleteBuffer, LlamaFactory#5201)": (None, {"model": {"cut": 9}}, "MD011"),
+    "an interrupted download (MetadataIncompleteBuffer, LlamaFactory#5201)": (None, {"model": {"cut": 9}}, "MD011"),
     "SFT rows with the task DPO (trl: KeyError 'chosen')": (None, {"spec": {"training": {"task": "dpo"}}}, "DA013"),
     "DPO at the rate of supervised tuning": (
         None,
