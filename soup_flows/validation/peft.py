@@ -230,7 +230,7 @@ def untrainable_quantisation(run: Context) -> Iterator[Found]:
     "training.method",
     "transformers does not quantise a quantised model again and stops while loading",
     fix="use training.method=lora, or the model that is not quantised",
-    source="transformers/quantizers/auto.py, merge_quantization_configs; huggingface/transformers#25901, unslothai/unsloth#39",
+    source="transformers/quantizers/auto.py, merge_quantization_configs; huggingface/transformers#25901",
     versions=TRANSFORMERS,
 )
 def quantised_twice(run: Context) -> Iterator[Found]:
