@@ -18,6 +18,7 @@ PACKAGE = ROOT / "soup_flows"
 CORE = (
     "units",
     "errors",
+    "other_words",
     "user_file",
     "user_yaml",
     "paths",
