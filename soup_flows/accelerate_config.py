@@ -11,9 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from soup_flows.accelerate_file import FIELD, load_yaml
 from soup_flows.accelerate_keys import DEEPSPEED_KEYS, FSDP_KEYS, IGNORED, TOP_KEYS, UNSUPPORTED
-from soup_flows.errors import Problem, Severity, nearest
+from soup_flows.errors import Problem, Severity, nearest, refuse
+from soup_flows.user_file import BadFile
+from soup_flows.user_yaml import read_yaml
+
+FIELD = "accelerate_config"
+MAX_BYTES = 16 * 1024
+"""Largest file that is read, bytes; real ones have one or two kilobytes."""
 
 SOURCE = "accelerate/commands/config/config_args.py, commands/launch.py"
 
@@ -32,7 +37,10 @@ def read_accelerate_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any]
     Raises:
         Refused: the file cannot be read or holds no mapping.
     """
-    values = load_yaml(os.fspath(path))
+    try:
+        values = read_yaml(path, MAX_BYTES)
+    except BadFile as bad:
+        raise refuse("AC001", FIELD, str(bad), bad.fix) from None
     reader = _Reader(values, Path(path).parent)
     for part in (reader.keys, reader.machine, reader.dtype, reader.engine):
         part()

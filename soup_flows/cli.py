@@ -22,8 +22,11 @@ from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
+from soup_flows.user_file import BadFile
 from soup_flows.validation.explain import explain, is_known
 
+MAX_SPEC_BYTES = 32 * 1024
+"""Largest file that is read as `--spec`, bytes; one with every setting has about three kilobytes."""
 _FLAT = (
     "model",
     "dataset",
@@ -147,18 +150,13 @@ def _value(text: str) -> Any:
 
 
 def _spec_file(name: str) -> dict[str, Any]:
-    """Read a spec file; YAML is a superset of JSON."""
-    import yaml
+    """Read a spec file; JSON is YAML too."""
+    from soup_flows.user_yaml import read_yaml
 
     try:
-        value = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise refuse(
-            "CLI002", "--spec", f"{name!r} cannot be read: {error}", "give a JSON or YAML file"
-        ) from None
-    if not isinstance(value, dict):
-        raise refuse("CLI002", "--spec", f"{name!r} holds no settings", "write `model: ...` and so on")
-    return value
+        return read_yaml(Path(name).expanduser(), MAX_SPEC_BYTES)
+    except BadFile as bad:
+        raise refuse("CLI002", "--spec", str(bad), bad.fix) from None
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import Hardware, detect, imagined
@@ -20,10 +21,13 @@ from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.sharding.fit import fit
 from soup_flows.sharding.trace import trace_plan
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import BadFile, read_json
 from soup_flows.validation import apply_fixes, count_rows, validate
 
 PREVIEW = "RUN-ID"
 """Stands for the run's name in a launch that is only shown."""
+MAX_HARDWARE_BYTES = 1 << 20
+"""Largest file that is read as a recorded machine, bytes; eight GPUs take about 30 kilobytes."""
 GPUS_PER_MACHINE = 8
 """GPUs of an imagined machine where `--gpus` does not say."""
 
@@ -137,8 +141,15 @@ def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:
 def _recorded(name: str) -> Hardware:
     """Read a machine that `doctor --json` printed."""
     try:
-        value = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+        value = read_json(Path(name).expanduser(), MAX_HARDWARE_BYTES)
         return Hardware.model_validate(value.get("hardware", value))
-    except (OSError, ValueError, AttributeError) as error:
-        message = f"{name!r} is not a recorded machine: {str(error).splitlines()[0]}"
+    except (BadFile, ValidationError) as error:
+        words = str(error) if isinstance(error, BadFile) else f"{name}: {_first(error)}"
+        message = f"this is not a recorded machine: {words}"
         raise refuse("CLI003", "--hardware", message, "record one with soup-flows doctor --json") from None
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first of pydantic's findings in one line."""
+    item = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(map(str, item['loc'])) or 'the value'}: {item['msg']}"

@@ -228,7 +228,9 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
     save_plan(plan)
     problems = validate_strategy(asked, hardware, plan)
     if spec.validation.rehearse and not rows:
-        problems += rehearse(asked, plan, paths.rehearsal, run_id)
+        found = rehearse(asked, plan, paths.rehearsal, run_id)
+        get_run_logger().info("%s", "\n".join(map(str, found)))
+        problems += found
     save_validation(problems, spec.validation.silence)
     launch = write_temp_config(asked, hardware, plan, run_id, change, data)
     return Ready(run_id, paths, spec, hardware, data, problems, change, plan, launch)

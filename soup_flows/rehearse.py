@@ -6,7 +6,6 @@ The copy, the rows and the runs live in one folder, which is removed unless a re
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import shutil
@@ -28,8 +27,6 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.tasks import resolve_sharding_config, write_temp_config
 
-logger = logging.getLogger(__name__)
-
 FIELD = "validation.rehearse"
 STEPS, RANKS, MICRO_BATCH, PASSES, EVAL_ROWS = 2, 2, 8, 2, 4
 """Most steps, ranks, rows per rank and pass, passes per step, and held-out rows of a rehearsal."""
@@ -50,7 +47,7 @@ def rehearse(spec: TrainingSpec, plan: ShardingPlan, folder: Path, run_id: str) 
     Args:
         spec: what was asked.
         plan: the resolved plan.
-        folder: where the rehearsal lives; must not exist, and is removed unless the rehearsal fails.
+        folder: where the rehearsal lives; emptied first, and removed unless the rehearsal fails.
         run_id: the marker of its processes.
 
     Returns:
@@ -60,12 +57,13 @@ def rehearse(spec: TrainingSpec, plan: ShardingPlan, folder: Path, run_id: str) 
         Refused: `RH003` with the failure class, the cause and the fix; `folder` is kept then. `RH004` when no
             small copy of the model can be made.
     """
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
     try:
         small, found = _small_run(spec, plan, folder)
         hardware = detect("cpu", [str(folder)])
         first = _train(small, hardware, folder / "first", run_id)
-        checkpoint = f"{first['checkpoints'][0].path}"
+        checkpoint = first["checkpoints"][0].path
         resumes = small.recovery.model_copy(update={"resume": checkpoint})
         second = _train(small.model_copy(update={"recovery": resumes}), hardware, folder / "resumed", run_id)
         losses = [result["train"][-1].loss for result in (first, second)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from soup_flows.errors import Problem, Refused, nearest
+from soup_flows.other_words import OTHER_WORDS
 from soup_flows.roots import problems_with_roots
 
 DeepSpeedPreset = Literal[
@@ -341,7 +342,7 @@ def _problems(error: ValidationError) -> list[Problem]:
         if item["type"] == "extra_forbidden":
             names = list(model.model_fields)
             message = f"{field!r} is not a setting"
-            fix = nearest(parts[-1], names) or "valid here: " + ", ".join(names)
+            fix = _right_name(parts, names)
         elif item["type"] == "missing":
             message, fix = "is required", f"give {field}"
         elif not parts:
@@ -353,6 +354,22 @@ def _problems(error: ValidationError) -> list[Problem]:
         rule = {"extra_forbidden": "SPEC002", "missing": "SPEC003"}.get(item["type"], "SPEC001")
         by_field.setdefault(field, Problem(id=rule, severity="error", field=field, message=message, fix=fix))
     return list(by_field.values())
+
+
+def _right_name(parts: Sequence[str], names: Sequence[str]) -> str:
+    """Say what a setting that does not exist is called here: in other tools' words, elsewhere, or nearly so."""
+    near = nearest(parts[-1], names)
+    known = OTHER_WORDS.get(parts[-1])
+    if known is not None and known.split(" ")[0] != ".".join(parts):
+        return f"here it is {known}"
+    groups = {name: field.default_factory for name, field in TrainingSpec.model_fields.items()}
+    homes = [
+        f"{name}.{parts[-1]}"
+        for name, kind in groups.items()
+        if isinstance(kind, type) and issubclass(kind, Group) and parts[-1] in kind.model_fields
+    ]
+    homes += [parts[-1]] if parts[-1] in TrainingSpec.model_fields else []
+    return f"did you mean {' or '.join(homes)}?" if homes else near or "valid here: " + ", ".join(names)
 
 
 def _locate(parts: list[str]) -> tuple[str, type[BaseModel], Any]:

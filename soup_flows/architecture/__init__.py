@@ -14,8 +14,12 @@ from soup_flows.architecture.files import folder_shapes, from_shapes, index_para
 from soup_flows.architecture.moe import deepseek, mixtral, qwen_moe
 from soup_flows.architecture.value import Architecture, Layer, Linear
 from soup_flows.errors import refuse
+from soup_flows.user_file import BadFile, read_json
 
 __all__ = ["Architecture", "Layer", "Linear", "count_on_meta", "from_config", "from_folder", "known_families"]
+
+MAX_CONFIG_BYTES = 1 << 23
+"""Largest config.json that is read, bytes; names of thousands of labels take one or two million."""
 
 _OTHERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
     "gpt2": gpt2,
@@ -73,18 +77,21 @@ def from_folder(folder: str | Path, *, count_unknown: bool = True) -> Architectu
     """
     folder = Path(folder)
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        what = f"{folder / 'config.json'} cannot be read: {error}"
-        raise refuse("MEM002", "model", what, "give a folder that holds config.json") from None
+        config = read_json(folder / "config.json", MAX_CONFIG_BYTES, strict=False)
+    except BadFile as bad:
+        raise refuse("MEM002", "model", str(bad), "give a folder that holds config.json") from None
     broken: tuple[str, ...] = ()
     shapes = None
     try:
         shapes = folder_shapes(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         broken = (f"weight files could not be read: {error}",)
     if config.get("model_type") not in known_families() and shapes:
-        return from_shapes(config, shapes, "files")
+        try:
+            return from_shapes(config, shapes, "files")
+        except (ValueError, TypeError, IndexError, StopIteration) as error:
+            what = f"the shapes in the weight files make no model that is understood: {error}"
+            raise refuse("MEM001", "model", what, "check config.json and the weight files") from None
     found = from_config(config, count_unknown=count_unknown)
     stored = sum(_size(shape) for shape in shapes.values()) if shapes else index_parameters(folder)
     if stored is not None and stored != found.parameters:

@@ -60,8 +60,11 @@ def index_parameters(folder: Path) -> int | None:
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return None
-    stated = json.loads(index.read_text()).get("metadata", {}).get("total_parameters")
-    return int(stated) if stated else None
+    try:
+        stated = json.loads(index.read_text()).get("metadata", {}).get("total_parameters")
+        return int(stated) if stated else None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None  # `folder_shapes` has said so
 
 
 def from_shapes(config: Mapping[str, Any], shapes: Shapes, source: Source) -> Architecture:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from soup_flows.architecture import Architecture, from_folder
+from soup_flows.architecture import MAX_CONFIG_BYTES, Architecture, from_folder
 from soup_flows.errors import Refused, refuse
+from soup_flows.user_file import BadFile, read_json
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
@@ -29,17 +29,9 @@ def read_model_config(model: str) -> dict[str, Any] | None:
             "PLAN010", "model", f"{model!r} has no config.json", "give a folder made by save_pretrained()"
         )
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise refuse(
-            "PLAN011",
-            "model",
-            f"{file} cannot be read: {error}",
-            "save the model again with save_pretrained()",
-        ) from None
-    if not isinstance(value, dict):
-        raise refuse("PLAN011", "model", f"{file} is not a JSON object", "save the model again")
-    return value
+        return read_json(file, MAX_CONFIG_BYTES, strict=False)
+    except BadFile as bad:
+        raise refuse("PLAN011", "model", str(bad), "save the model again with save_pretrained()") from None
 
 
 def known_model(model: str) -> tuple[Architecture | None, str]:

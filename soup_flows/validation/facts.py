@@ -16,9 +16,12 @@ from soup_flows.data.reading import list_files
 from soup_flows.errors import Problem, Refused
 from soup_flows.sharding import read_model_config
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import BadFile, read_json
 
 LOOK_AT_ROWS = 1000
 """Rows of each data set that are read before a launch; the ranks read all of them."""
+LARGEST_JSON_BYTES = 1 << 26
+"""Largest JSON file of a model folder that is read; an index of a million tensors has about that."""
 ADDED_TOKENS_WITHIN = 1 << 20
 """Characters of `tokenizer.json` in which its added tokens are looked for; the vocabulary comes after them."""
 
@@ -68,11 +71,10 @@ class ModelFacts:
 
     @cached_property
     def files(self) -> dict[str, int]:
-        """Names and sizes (bytes) of the folder's files."""
+        """Names and sizes (bytes) of the folder's regular files."""
         try:
-            return (
-                {p.name: p.stat().st_size for p in (self.folder or Path()).iterdir()} if self.folder else {}
-            )
+            found = list(self.folder.iterdir()) if self.folder else []
+            return {path.name: path.stat().st_size for path in found if path.is_file()}
         except OSError:
             return {}
 
@@ -90,7 +92,7 @@ class ModelFacts:
         """Tensor name -> shape; empty where the weight files cannot be read."""
         try:
             return (folder_shapes(self.folder) if self.folder else None) or {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 
     @cached_property
@@ -104,10 +106,9 @@ class ModelFacts:
         if name not in self.files or self.folder is None:
             return None
         try:
-            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            return read_json(self.folder / name, LARGEST_JSON_BYTES, strict=False)
+        except BadFile:
             return None
-        return value if isinstance(value, dict) else None
 
     def head_of(self, tensor: str, count: int = 4096) -> bytes | None:
         """Return the first bytes of a stored tensor, or None where they cannot be read."""
@@ -121,6 +122,29 @@ class ModelFacts:
                 stream.seek(8 + length + begin)
                 return stream.read(min(count, end - begin))
         except (OSError, ValueError, KeyError, struct.error):
+            return None
+
+    def starts_with(self, name: str, words: bytes) -> bool:
+        """Whether a file of the folder begins with `words`; False where it cannot be read."""
+        try:
+            with ((self.folder or Path()) / name).open("rb") as stream:
+                return stream.read(len(words)) == words
+        except OSError:
+            return False
+
+    def stated_size(self, name: str) -> int | None:
+        """Return the bytes that the header of a safetensors file accounts for; None without a good header."""
+        if self.folder is None or name not in self.files:
+            return None
+        try:
+            with (self.folder / name).open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                if length > self.files[name]:
+                    return None
+                table = json.loads(stream.read(length))
+            ends = [item["data_offsets"][1] for key, item in table.items() if key != "__metadata__"]
+            return 8 + int(length) + max(ends, default=0)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
             return None
 
     @cached_property
@@ -143,7 +167,7 @@ class ModelFacts:
             start = text.index('"added_tokens":') + len('"added_tokens":')
             tokens, _ = json.JSONDecoder().raw_decode(text[start:].lstrip())
             return {int(token["id"]): str(token["content"]) for token in tokens}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return {}
 
     @property

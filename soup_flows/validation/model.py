@@ -10,6 +10,8 @@ from pathlib import Path
 from soup_flows.validation.table import TRANSFORMERS, Context, Found, rule, rules_in
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+LFS_POINTER = b"version https://git-lfs"
+LARGEST_POINTER = 1024
 WEIGHT_FILE = re.compile(r"(model|pytorch_model)([.-].*)?\.(safetensors|bin)")
 
 
@@ -132,6 +134,41 @@ def no_tokenizer(run: Context) -> Iterator[Found]:
         and not any(name.endswith((".tiktoken", ".py")) for name in run.model.files)
     ):
         yield Found(f"{run.model.name} holds no tokenizer")
+
+
+@rule(
+    "MD010",
+    "error",
+    "model",
+    "it is a pointer of three lines, and the ranks stop while reading it (HeaderTooLarge, invalid JSON)",
+    fix="run git lfs pull in the folder, or fetch it with hf download",
+    source="Git LFS specification, pointer files; huggingface/transformers#27923, microsoft/OmniParser#34",
+    local=True,
+)
+def lfs_pointer(run: Context) -> Iterator[Found]:
+    """A weight or tokenizer file that Git LFS has not fetched."""
+    small = [name for name, size in run.model.files.items() if 0 < size < LARGEST_POINTER]
+    kinds = [n for n in small if WEIGHT_FILE.fullmatch(n) or n in TOKENIZER_FILES]
+    pointers = [name for name in sorted(kinds) if run.model.starts_with(name, LFS_POINTER)]
+    if pointers:
+        yield Found(f"{pointers[0]}{' and others' if len(pointers) > 1 else ''} was not fetched by Git LFS")
+
+
+@rule(
+    "MD011",
+    "error",
+    "model",
+    "every rank would stop while reading it (MetadataIncompleteBuffer)",
+    fix="copy or download the file again",
+    source="safetensors/src/tensor.rs: the header must cover the whole file; hiyouga/LlamaFactory#5201",
+    local=True,
+)
+def cut_short(run: Context) -> Iterator[Found]:
+    """A safetensors file that is shorter than its header says."""
+    for name in sorted(set(run.model.shards.values())):
+        need, size = run.model.stated_size(name), run.model.files.get(name, 0)
+        if need is not None and size and size < need:
+            yield Found(f"{name} has {size:,} of {need:,} bytes")
 
 
 RULES = rules_in(globals())

@@ -215,7 +215,7 @@ def odd_scale(run: Context) -> Iterator[Found]:
     "model",
     "transformers refuses to train on it, with adapters too, once it is loaded",
     fix="use the model that is not quantised (gpt-oss: load it with Mxfp4Config(dequantize=True) and save it once)",
-    source="transformers/trainer_utils.py and quantizers/*.py, is_trainable; OpenAI cookbook, gpt-oss with TRL",
+    source="transformers/trainer_utils.py and quantizers/*.py, is_trainable; huggingface/transformers#39969",
     versions=TRANSFORMERS,
 )
 def untrainable_quantisation(run: Context) -> Iterator[Found]:
@@ -230,7 +230,7 @@ def untrainable_quantisation(run: Context) -> Iterator[Found]:
     "training.method",
     "transformers does not quantise a quantised model again and stops while loading",
     fix="use training.method=lora, or the model that is not quantised",
-    source="transformers/quantizers/auto.py, merge_quantization_configs",
+    source="transformers/quantizers/auto.py, merge_quantization_configs; huggingface/transformers#25901",
     versions=TRANSFORMERS,
 )
 def quantised_twice(run: Context) -> Iterator[Found]:

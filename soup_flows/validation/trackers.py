@@ -43,7 +43,7 @@ def no_tracker(run: Context) -> Iterator[Found]:
     "training.report_to",
     "nobody is there to be asked for it, and rank 0 stops when the tracker starts",
     fix="set WANDB_API_KEY (WANDB_MODE=offline needs none), COMET_API_KEY or NEPTUNE_API_TOKEN",
-    source="wandb: api_key not configured (no-tty); Comet and Neptune documentation, API keys",
+    source="hiyouga/LlamaFactory#1372: api_key not configured (no-tty); Comet and Neptune documentation",
     versions=ANY,
     local=True,
 )

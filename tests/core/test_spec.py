@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from soup_flows.errors import Problem, Refused, TrainingFailed
+from soup_flows.other_words import OTHER_WORDS
 from soup_flows.spec import TrainingSpec, parse_spec
 
 
@@ -107,3 +108,32 @@ def test_contradictions_are_reported_with_everything_else() -> None:
     assert "exclude each other" in found["deepspeed"]
     assert "fail on purpose" in found["launcher.allow_drill"]
     parse_spec({"model": "m", "dataset": "d", "launcher": {"drill": "kill_rank", "allow_drill": True}})
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"training": {"lr": 1e-4}}, "here it is training.learning_rate"),
+        ({"gradient_accumulation_steps": 4}, "here it is training.global_batch_size"),
+        ({"base_model": "x"}, "here it is model"),
+        ({"training": {"max_seq_length": 4096}}, "here it is data.max_length"),
+        ({"lora": {"lora_alpha": 16}}, "here it is lora.alpha"),
+        ({"training": {"load_in_4bit": True}}, "here it is training.method=qlora"),
+        ({"learning_rate": 1e-4}, "did you mean training.learning_rate?"),
+        ({"training": {"packing": True}}, "did you mean data.packing?"),
+        ({"training": {"deepspeed": "zero2"}}, "did you mean deepspeed?"),
+        ({"training": {"lerning_rate": 1}}, "did you mean 'learning_rate'?"),
+    ],
+)
+def test_words_of_other_tools_and_misplaced_settings(values: dict[str, Any], fix: str) -> None:
+    (problem,) = refused(**values).problems
+    assert problem.fix.startswith(fix)
+
+
+def test_every_other_word_leads_to_a_setting() -> None:
+    for word, known in OTHER_WORDS.items():
+        group, _, name = known.split(" ")[0].split("=")[0].partition(".")
+        field = TrainingSpec.model_fields[group]
+        fields = TrainingSpec.model_fields if not name else field.default_factory.model_fields  # type: ignore[union-attr]
+        assert (name or group) in fields
+        assert word not in fields

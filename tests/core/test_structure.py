@@ -18,6 +18,9 @@ PACKAGE = ROOT / "soup_flows"
 CORE = (
     "units",
     "errors",
+    "other_words",
+    "user_file",
+    "user_yaml",
     "paths",
     "child",
     "roots",
@@ -29,7 +32,6 @@ CORE = (
     "deepspeed_file",
     "deepspeed_resolve",
     "deepspeed",
-    "accelerate_file",
     "accelerate_keys",
     "accelerate_config",
     "fsdp",

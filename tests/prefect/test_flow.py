@@ -65,6 +65,35 @@ def test_a_run_leaves_its_config_report_and_log(
     assert any("step 4/4" in log.message for log in logs)
 
 
+@pytest.mark.ranks
+@pytest.mark.long
+def test_a_run_is_rehearsed_before_it_is_launched(
+    parameters: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    values = parameters("ddp", tmp_path / "good", max_steps=2) | {"validation": {"rehearse": True}}
+    state = soup_train(**values, return_state=True)
+    report = state.result()
+    assert report.state == "completed"
+    assert {problem.id for problem in report.problems} >= {"RH001", "RH002"}
+    assert not (Path(report.run_dir) / "rehearsal").exists()
+    found = artifacts_of(state)
+    assert "has the same loss" in found["soup-train-validation"]
+    assert "has the same loss" in found["soup-train-report"]
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": [5, 6, 99_999, i]}) + "\n" for i in range(32)))
+    quick = {"rehearse": True, "deep": False}  # the deep look would find these ids, too
+    values |= {"dataset": str(rows), "output_dir": str(tmp_path / "bad"), "validation": quick}
+    values["data"] = {"cache_dir": str(tmp_path / "cache")}
+    state = soup_train(**values, return_state=True)
+    assert state.is_failed()
+    assert "RH003" in (state.message or "")
+    (run_dir,) = (tmp_path / "bad/runs").iterdir()
+    assert (run_dir / "rehearsal/first").is_dir()
+    assert not (run_dir / "attempt-1").exists()
+    assert "the rehearsal on CPU ranks failed" in artifacts_of(state)["soup-train-validation"]
+
+
 def test_load_run_config_of_another_run(prefect_server: None) -> None:
     with pytest.raises(LookupError, match="soup-train-config"):
         load_run_config("00000000-0000-4000-8000-000000000000")

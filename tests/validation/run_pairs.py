@@ -15,6 +15,7 @@ REMOTE = {"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}, "mode
 EIGHT_B = {"parameters": 8_000_000_000}
 SMALL_HOST = machine(host_memory=HostMemory(total_bytes=64 * GIB, available_bytes=50 * GIB))
 ZERO3 = {"deepspeed": "zero3"}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 16060522496\n"
 PAIRS = [{"prompt": f"Q {i}", "chosen": f"A {i}", "rejected": "B"} for i in range(40)]
 FUSED = {"optimizer": {"type": "AdamW"}}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
@@ -298,6 +299,14 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "model": {"files": {"tokenizer.json": None, "tokenizer_config.json": None}},
             "rows": [{"input_ids": [1, 2, i]} for i in range(20)],
         },
+    ),
+    "MD010": (
+        {"model": {"files": {"model.safetensors": POINTER}}},
+        {"model": {"files": {"README.md": POINTER}}},
+    ),
+    "MD011": (
+        {"model": {"cut": 1}},
+        {"model": {"cut": 0}},
     ),
     "DA001": (
         {"spec": lambda folder: {"data": {"eval_split": 0.1, "eval_dataset": str(folder / "eval.jsonl")}}},

@@ -13,7 +13,8 @@ from soup_flows.errors import Problem
 from soup_flows.spec import parse_spec
 from soup_flows.validation import check_deepspeed_config, validate
 from tests.validation.good_setups import JSONS, SPECS, YAMLS
-from tests.validation.world import machine, rows_file, run
+from tests.validation.run_pairs import PAIRS
+from tests.validation.world import install, machine, rows_file, run
 
 BIG = {"config": {"hidden_size": 4096, "vocab_size": 128256, "max_position_embeddings": 131072}}
 
@@ -55,8 +56,11 @@ def test_accelerate_yaml(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_spec(name: str, tmp_path: Path) -> None:
-    context = run(tmp_path, spec=SPECS[name], model=BIG, on=machine("H100", SPECS[name]["gpus"]), rows=256)
+def test_spec(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("bitsandbytes", "trl"):
+        install(tmp_path, monkeypatch, module)
+    spec, rows = SPECS[name], 256 if SPECS[name].get("training", {}).get("task") != "dpo" else PAIRS
+    context = run(tmp_path, spec=spec, model=BIG, on=machine("H100", spec["gpus"]), rows=rows)
     assert errors(validate(context.spec, context.hardware, context.plan, environ={})) == []
 
 

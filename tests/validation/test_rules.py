@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -19,7 +18,7 @@ from soup_flows.validation.table import Rule
 from tests.validation.deep_pairs import SEEN_PAIRS
 from tests.validation.json_pairs import FSDP_PAIRS, GOOD_FSDP, JSON_PAIRS
 from tests.validation.run_pairs import RUN_PAIRS
-from tests.validation.world import GOOD_JSON, edited, machine, rows_file, run
+from tests.validation.world import GOOD_JSON, edited, install, machine, rows_file, run
 
 BY_ID: dict[str, Rule[Any]] = {rule.id: rule for rule in RULES}
 INSTALLATION = {"EN001", "EN002", "EN003", "EN004", "EN006", "EN007", "EN008", "EN009", "EN010", "EN011"}
@@ -84,14 +83,6 @@ def test_run_pair(rule_id: str, tmp_path: Path) -> None:
     bad, good = RUN_PAIRS[rule_id]
     assert _fires(rule_id, bad, tmp_path / "bad")
     assert not _fires(rule_id, good, tmp_path / "good")
-
-
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """Make `module` one that can be found, if it is not installed here."""
-    if importlib.util.find_spec(module) is None:
-        (folder / "site" / module).mkdir(parents=True)
-        (folder / "site" / module / "__init__.py").touch()
-        monkeypatch.syspath_prepend(str(folder / "site"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from soup_flows.accelerate_config import read_accelerate_config
+from soup_flows.cli import REFUSED, main
 from soup_flows.deepspeed import load_deepspeed_config
 from soup_flows.errors import Problem, Refused
 from soup_flows.spec import parse_spec
@@ -211,6 +212,82 @@ def test_hostile_accelerate_yaml(kind: str, tmp_path: Path) -> None:
         read_accelerate_config(path)
     assert [problem.id for problem in refused.value.problems] == ["AC001"]
     assert len(str(refused.value)) < 600
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["plan", *arguments, "--device", "cpu", "--gpus", "2", "--json"])
+    return code, json.loads(capsys.readouterr().out)["problems"]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_spec_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write_hostile(tmp_path, kind)
+    code, problems = _plan(capsys, "--spec", str(path))
+    assert code == REFUSED
+    if kind in ("NaN", "long number"):  # YAML has them; the settings they are given to do not
+        assert {problem["id"] for problem in problems} <= {"SPEC002", "SPEC003", "CLI002"}
+        return
+    assert [problem["id"] for problem in problems] == ["CLI002"]
+    assert str(path) in problems[0]["message"]
+    assert len(problems[0]["message"]) < 500
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_hardware_file(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _write_hostile(tmp_path, kind)
+    model = str(model_folder(tmp_path / "m"))
+    rows = str(rows_file(tmp_path / "r.jsonl"))
+    code, problems = _plan(capsys, "--model", model, "--dataset", rows, "--hardware", str(path))
+    assert code == REFUSED
+    assert [(problem["id"], problem["field"]) for problem in problems] == [("CLI003", "--hardware")]
+    assert str(path) in problems[0]["message"]
+    assert len(problems[0]["message"]) < 500
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", [k for k in HOSTILE if k != "missing"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
+def test_hostile_model_folder(
+    name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_folder(tmp_path / "m")
+    (model / name).unlink(missing_ok=True)
+    _write_hostile(tmp_path, kind).rename(model / name)
+    if kind == "loop":
+        (model / name).unlink()
+        (model / name).symlink_to(name)
+    rows = str(rows_file(tmp_path / "r.jsonl"))
+    code, problems = _plan(capsys, "--model", str(model), "--dataset", rows)
+    errors = [problem for problem in problems if problem["severity"] == "error"]
+    if name == "config.json" and kind not in ("NaN", "twice"):
+        assert code == REFUSED
+        assert len(errors) == 1
+        assert errors[0]["field"] == "model"
+    elif name == "config.json":  # it can be read, and says nothing
+        assert {problem["field"] for problem in errors} <= {"model", "trust_remote_code"}
+    else:
+        assert len(errors) <= 1, errors  # no template, or a weight file that is not there
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("ending", ["jsonl", "json"])
+def test_hostile_data_file(
+    kind: str, ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"rows.{ending}"
+    _write_hostile(tmp_path, kind)
+    if kind == "loop":
+        path.symlink_to(path)
+    elif kind != "missing":
+        (tmp_path / "file.json").rename(path)
+    code, problems = _plan(capsys, "--model", str(model_folder(tmp_path / "m")), "--dataset", str(path))
+    errors = [problem for problem in problems if problem["severity"] == "error"]
+    assert code == REFUSED
+    assert [problem["field"] for problem in errors] == ["dataset"]
+    assert len(errors[0]["message"]) < 700
 
 
 @pytest.mark.timeout(20)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from soup_flows.hardware import Disk, Gpu, Hardware, HostMemory
 from soup_flows.sharding import make_plan
@@ -132,12 +136,24 @@ def model_folder(
     tensors: Mapping[str, bytes] | None = None,
     parameters: int = 0,
     files: Mapping[str, str | None] | None = None,
+    cut: int = 0,
 ) -> Path:
-    """Write a model folder; `parameters` adds that many weights in bf16, `files` adds or removes (None)."""
+    """Write a model folder.
+
+    Args:
+        folder: its name.
+        config: changes to `LLAMA`.
+        tensors: content of the weight file.
+        parameters: weights in bf16 to add, as a hole in the file.
+        files: content of other files; None removes one.
+        cut: bytes to take away from the end of the weight file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(edited(LLAMA, config or {})))
     content = tensors if tensors is not None else {name: name.encode().ljust(64) for name in TENSORS}
-    write_safetensors(folder / "model.safetensors", content, parameters)
+    weights = folder / "model.safetensors"
+    write_safetensors(weights, content, parameters)
+    os.truncate(weights, weights.stat().st_size - cut)
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": {"vocab": {}}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
     for name, text in (files or {}).items():
@@ -197,3 +213,11 @@ def run(
     context, problems = make_context(parsed, hardware, planned, environ=environ or {})
     assert not problems, problems
     return context
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Make `module` one that can be found, if it is not installed here."""
+    if importlib.util.find_spec(module) is None:
+        (folder / "site" / module).mkdir(parents=True)
+        (folder / "site" / module / "__init__.py").touch()
+        monkeypatch.syspath_prepend(str(folder / "site"))

@@ -1,48 +1,36 @@
-"""Reads an `accelerate` YAML file, and says precisely what is wrong with it."""
+"""Reads YAML files that a user names, and says precisely what is wrong with them."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import yaml
 
-from soup_flows.deepspeed_file import _read_text
-from soup_flows.errors import Refused, refuse
+from soup_flows.user_file import BadFile, read_text
 
-FIELD = "accelerate_config"
-MAX_BYTES = 16 * 1024
-"""Largest file that is read, bytes; real ones have one or two kilobytes."""
 MAX_DEPTH = 20
-"""Deepest nesting that is read; real files have two levels."""
+"""Deepest nesting that is read; real files have two or three levels."""
 
 
-def load_yaml(path: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
+def read_yaml(path: str | os.PathLike[str], max_bytes: int) -> dict[str, Any]:
+    """Return the mapping in a YAML file; JSON is YAML too.
 
     Raises:
-        Refused: `AC001`: the file cannot be read, is larger than `MAX_BYTES`, is no plain YAML, holds a key
-            twice or a reference, or is no mapping.
+        BadFile: the file cannot be read, is larger than `max_bytes`, is no plain YAML, holds a key twice or a
+            reference, or is no mapping.
     """
-    try:
-        text = _read_text(path)
-    except Refused as refused:
-        raise refuse("AC001", FIELD, refused.problems[0].message, "give an accelerate YAML file") from None
-    if len(text) > MAX_BYTES:
-        raise refuse(
-            "AC001", FIELD, f"{path}: has more than {MAX_BYTES} bytes", "give an accelerate YAML file"
-        )
+    text = read_text(path, max_bytes)
     try:
         value = yaml.load(text, Loader=_Strict)  # noqa: S506 (a SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1} column {mark.column + 1}: " if mark else ""
-        raise refuse("AC001", FIELD, f"{path}: {where}{error.problem}", "write plain YAML") from None
+        raise BadFile(path, f"{where}{error.problem}", "write plain YAML") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise refuse(
-            "AC001", FIELD, f"{path}: cannot be parsed: {type(error).__name__}", "write plain YAML"
-        ) from None
+        raise BadFile(path, f"cannot be parsed: {type(error).__name__}", "write plain YAML") from None
     if not isinstance(value, dict):
-        raise refuse("AC001", FIELD, f"{path}: holds no settings", "write `distributed_type: ...` and so on")
+        raise BadFile(path, "holds no settings", "write `name: value` lines")
     return {str(key): item for key, item in value.items()}
 
 
