@@ -57,11 +57,13 @@ class LoraSettings(Group):
 class TrainingSettings(Group):
     """How the model is trained."""
 
-    task: Literal["sft", "pretrain", "dpo"] = Field("sft", title="Task")
-    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut), `dpo` prefers the
-    chosen answer of a pair to the rejected one."""
-    dpo_beta: float = Field(0.1, gt=0, title="Strength of the reference (DPO)")
-    """`beta` of DPO: the higher, the closer the model stays to what it was; used by the task `dpo`."""
+    task: Literal["sft", "pretrain", "dpo", "kto", "orpo"] = Field("sft", title="Task")
+    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut). `dpo` and `orpo`
+    prefer the chosen answer of a pair to the rejected one, `orpo` without a reference model; `kto` learns from
+    single answers that are good or bad."""
+    preference_beta: float = Field(0.1, gt=0, title="Beta (DPO, KTO, ORPO)")
+    """`beta` of TRL's trainers. `dpo`, `kto`: the higher, the closer the model stays to what it was. `orpo`: the
+    weight of the preference beside the loss on the chosen answer."""
     method: Literal["full", "lora", "qlora"] = Field("full", title="Method")
     """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights, `qlora` beside frozen
     weights in 4 bits (GPUs only)."""
@@ -98,6 +100,13 @@ class TrainingSettings(Group):
     """Optimizer steps between two metric events."""
     eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
     """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
+    early_stopping_patience: int | None = Field(None, ge=1, title="Early stopping: patience (evaluations)")
+    """Stop after this many evaluations in a row without an improvement; needs `eval_steps` and held-out rows."""
+    early_stopping_threshold: float = Field(0.0, ge=0, title="Early stopping: threshold (held-out loss)")
+    """Smallest fall of the held-out loss that counts as an improvement for `early_stopping_patience`."""
+    load_best_model_at_end: bool = Field(False, title="Keep the best model")
+    """Save a checkpoint at each best evaluation, keep it, and make the one with the lowest held-out loss the
+    final model; needs `eval_steps` and held-out rows."""
     report_to: list[
         Literal["tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio"]
     ] = Field([], title="Trackers")
@@ -254,6 +263,11 @@ class TrainingSpec(Group):
         if isinstance(value, bool):
             raise ValueError("true and false are not numbers of GPUs")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+    @property
+    def compares_answers(self) -> bool:
+        """True for tasks that learn from better and worse answers, with TRL's trainers."""
+        return self.training.task in ("dpo", "kto", "orpo")
 
     @property
     def trains_adapters(self) -> bool:

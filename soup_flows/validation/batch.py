@@ -164,4 +164,18 @@ def lowered_micro_batch(run: Context) -> Iterator[Found]:
         yield Found(f"per_device_train_batch_size={asked} became {got}")
 
 
+@rule(
+    "BT012",
+    "error",
+    "training.per_device_train_batch_size",
+    "KTO compares each answer with that of another row of the same micro batch, and there is none",
+    fix="set per_device_train_batch_size to 2 or more; global_batch_size divided by the ranks must allow it",
+    source="trl 1.16, KTOTrainer: 'Actual (not effective) batch size must be > 1'",
+)
+def lonely_answers(run: Context) -> Iterator[Found]:
+    """KTO with a micro batch of one row."""
+    if run.spec.training.task == "kto" and run.plan.batch.per_device_train_batch_size < 2:
+        yield Found("a micro batch of 1 row")
+
+
 RULES = rules_in(globals())
