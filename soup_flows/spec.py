@@ -117,7 +117,7 @@ class DataSettings(Group):
     """What the rows mean and how long they may be."""
 
     eval_dataset: str | None = Field(None, title="Held-out data set")
-    """File with rows for evaluation; they are never trained on."""
+    """Rows for evaluation, named as `dataset` is; they are never trained on."""
     eval_split: float = Field(0.0, ge=0, lt=1, title="Held-out share")
     """Share of the training rows to hold out when `eval_dataset` is empty."""
     max_length: int = Field(1024, ge=8, le=4_194_304, title="Maximum length (tokens)")
@@ -224,7 +224,9 @@ class TrainingSpec(Group):
     model: str = Field(min_length=1, title="Model")
     """Folder with `config.json`, or a Hub id; `demo://tiny-llama` builds a tiny random model."""
     dataset: str = Field(min_length=1, title="Data set")
-    """JSONL or JSON file; `demo://stdlib-qa` is made from the standard library's documentation."""
+    """File or folder (JSON lines, JSON, CSV, text, Parquet, Arrow), Hub data set
+    `owner/name[@revision][/path][:split]`, or URL that fsspec opens (`s3://`, `https://`);
+    `demo://stdlib-qa` is made from the standard library."""
     output_dir: str = Field("outputs", min_length=1, title="Output folder")
     """Runs are kept in `<output_dir>/runs/<run id>/`."""
     deepspeed: DeepSpeedPreset | None = Field(None, title="DeepSpeed preset")

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from soup_flows.data.formats import iter_examples
 from soup_flows.data.masking import encode
 from soup_flows.data.report import better_answer
+from soup_flows.data.sources import is_here
 from soup_flows.data.values import Dropped, Encoded
 from soup_flows.errors import Refused
 from soup_flows.spec import TrainingSpec
@@ -37,6 +38,8 @@ def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": len(tokenizer), "has_eos": tokenizer.eos_token_id is not None}
     lost: Counter[str] = Counter()
     kept = stops = largest = 0
+    if not is_here(spec.dataset):
+        return found
     try:
         for example in itertools.islice(iter_examples(spec.dataset), ROWS):
             row = (

@@ -17,6 +17,7 @@ from soup_flows.data.prepare import (
     PreparedSource,
     checked,
     entry_of,
+    fetch_sources,
     settings_of,
     sources_of,
 )
@@ -40,6 +41,7 @@ def prepare_here(spec: TrainingSpec) -> PreparedData:
         Refused: as `soup_flows.data.prepare.prepare_data`.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+    fetch_sources(spec)
     folder = tokenizer_folder(spec)
     tokenizer = load_tokenizer(spec)
     found = []
@@ -56,7 +58,7 @@ def _tokenise(spec: TrainingSpec, tokenizer: Any, entry: Path, source: str, fiel
     tally = Tally(source, tokenizer, limit)
     chunks = encode_source(source, tokenizer, settings, workers=worker_count(spec, source), field=field)
     report = write_entry(entry, chunks, tally, tokenizer)
-    check_kept(source, report.rows_kept, tally.dropped, field=field)
+    check_kept(source, report.rows_kept, tally.drops, field=field)
     return report
 
 
