@@ -5,6 +5,7 @@ The flow process imports no tokenizer: a process of its own does the work, or no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -95,9 +96,9 @@ def entry_of(spec: TrainingSpec, tokenizer_folder: Path, source: str, field: str
         "settings": [settings.task, settings.max_length, settings.train_on],
         "trust_remote_code": spec.trust_remote_code,
         "tokenizer": [
-            (str(p.relative_to(tokenizer_folder)), _sha256(p)) for p in _tokenizer_files(tokenizer_folder)
+            (str(p.relative_to(tokenizer_folder)), sha256(p)) for p in _tokenizer_files(tokenizer_folder)
         ],
-        "data": [(str(path), _sha256(path)) for path in list_files(source, field=field)],
+        "data": [(str(path), sha256(path)) for path in list_files(source, field=field)],
     }
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     return cache_folder(spec) / "data" / key
@@ -119,7 +120,14 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted({p for pattern in TOKENIZER_PATTERNS for p in folder.glob(pattern) if p.is_file()})
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; one that did not change is read once by this process."""
+    facts = path.stat()
+    return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sha256(path: Path, *_: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -124,6 +124,7 @@ def restore_best(job: Job, trainer: Any, final: dict[str, float]) -> dict[str, f
     folder = _folder(job, step, check=False)
     if folder is not None:
         trainer.state.best_model_checkpoint = str(folder)
+        _reshard(trainer.model)
         trainer._load_best_model()
         final = trainer.evaluate()
         if not math.isclose(final["eval_loss"], better[step], rel_tol=NEAR[job.plan.dtype]):
@@ -137,6 +138,15 @@ def restore_best(job: Job, trainer: Any, final: dict[str, float]) -> dict[str, f
         best = {"step": step, "eval_loss": final["eval_loss"], "checkpoint": str(folder) if folder else None}
         job.events.write("best", **best, last_step=last_step, last_eval_loss=last_loss)
     return final
+
+
+def _reshard(model: Any) -> None:
+    """Put FSDP2's last group back into shards: it stays gathered after a forward pass, and nothing loads into that."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _folder(job: Job, step: int, check: bool = True) -> Path | None:

@@ -81,6 +81,11 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
     return found
 
 
+def look_at(spec: TrainingSpec) -> dict[str, Any]:
+    """Return the fields of `Seen`."""
+    return look_at_tokenizer(spec) | look_at_model(spec)
+
+
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
@@ -88,5 +93,5 @@ def _short(error: BaseException) -> str:
 if __name__ == "__main__":
     asked = TrainingSpec.model_validate_json(sys.stdin.read())
     with contextlib.redirect_stdout(sys.stderr):
-        answer = look_at_tokenizer(asked) | look_at_model(asked)
+        answer = look_at(asked)
     json.dump(answer, sys.stdout)

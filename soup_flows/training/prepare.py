@@ -26,7 +26,9 @@ from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
 from soup_flows.errors import refuse
 from soup_flows.hardware import host
+from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
+from soup_flows.validation.deep import Seen, seen_file
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
@@ -109,10 +111,26 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
     return tokenizer
 
 
+def prepare_and_look(spec: TrainingSpec) -> PreparedData:
+    """Prepare the data, and leave what the validation wants to see of model and rows (`validation.deep`).
+
+    Raises:
+        Refused: as `prepare_here`.
+    """
+    data = prepare_here(spec)
+    kept = seen_file(spec) if spec.validation.deep else None
+    if kept is not None and not kept.exists():
+        from soup_flows.training.look import look_at  # torch: after the tokenising processes were forked
+
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, Seen.model_validate(look_at(spec)).model_dump_json())
+    return data
+
+
 if __name__ == "__main__":
     raise SystemExit(
         answer(
             sys.argv[1:],
-            lambda text: prepare_here(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
+            lambda text: prepare_and_look(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
         )
     )

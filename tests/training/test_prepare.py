@@ -168,6 +168,25 @@ def test_without_the_task_the_first_rank_prepares(spec: Callable[..., TrainingSp
     assert prepared(spec(), paths, is_main=False) == first == cached_data(spec())
 
 
+def test_kto_takes_labels_and_pairs(spec: Callable[..., TrainingSpec], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "q", "completion": "good", "label": True},
+        {"prompt": "q", "completion": "bad", "label": False},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labelled = prepare_here(spec(file, task="kto"))
+    file.write_text(json.dumps({"prompt": "q", "chosen": "good", "rejected": "bad"}) + "\n")
+    paired = prepare_here(spec(file, task="kto"))
+    assert labelled.train_rows == paired.train_rows == 2
+    stored = [(Path(data.train.entry) / "pairs.jsonl").read_text() for data in (labelled, paired)]
+    assert stored[0] == stored[1]
+    for task, words in (("dpo", "`chosen` and `rejected`"), ("orpo", "`chosen` and `rejected`")):
+        file.write_text(json.dumps(rows[0]) + "\n")
+        with pytest.raises(Refused, match=words):
+            prepare_here(spec(file, task=task))
+
+
 def test_pairs_are_stored_for_dpo(spec: Callable[..., TrainingSpec], tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     rows = [
