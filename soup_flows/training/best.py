@@ -141,7 +141,7 @@ def restore_best(job: Job, trainer: Any, final: dict[str, float]) -> dict[str, f
 
 
 def _reshard(model: Any) -> None:
-    """Put FSDP2's last group back into shards: it stays gathered after a forward pass, and nothing loads into that."""
+    """Shard the last FSDP2 group again: it stays gathered after a forward pass, and takes no weights so."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
