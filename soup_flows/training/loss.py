@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -107,6 +108,18 @@ def has_plain_head(model: Any) -> bool:
     except (OSError, TypeError):
         return False
     return type(head) is torch.nn.Linear and _PLAIN_HEAD.search(source) is not None
+
+
+def worth_it_from(model: Any) -> float:
+    """Return the positions from which the loss in pieces takes less memory than whole logits; infinite for never.
+
+    A trained head's gradient exists beside the pieces, in fp32: 4 bytes times vocabulary times hidden size, against
+    about 12 bytes times vocabulary for each position of whole logits.
+    """
+    if not has_plain_head(model):
+        return math.inf
+    trained = model.get_output_embeddings().weight.requires_grad
+    return model.config.get_text_config().hidden_size if trained else 0
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from soup_flows.training.batches import (
     pad,
 )
 from soup_flows.training.clock import WorkClock
-from soup_flows.training.loss import has_plain_head, loss_in_head
+from soup_flows.training.loss import loss_in_head, worth_it_from
 from soup_flows.training.saving import SavingTrainer
 
 
@@ -50,7 +50,7 @@ class SoupTrainer(SavingTrainer, Trainer):
         self.packing = packing
         pad_id = self.processing_class.pad_token_id
         self.collate = flatten if packing else functools.partial(pad, pad_id=pad_id or 0)
-        self.plain_head = has_plain_head(self.model)
+        self.piecewise_from = worth_it_from(self.model)
         self.clock = WorkClock(self.args.device)
         self.step_tokens = 0
         """Tokens of this rank's rows in the present optimizer step."""
@@ -92,7 +92,7 @@ class SoupTrainer(SavingTrainer, Trainer):
         if not keep.numel():
             keep = torch.zeros(1, dtype=torch.long, device=labels.device)  # its label is IGNORED: loss 0
         kept = labels[0, keep]
-        if self.plain_head:
+        if keep.numel() >= self.piecewise_from:
             with loss_in_head(self.model, kept):
                 loss = self.row_logits(model, inputs, keep).sum()
             return loss, (kept != IGNORED).sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from soup_flows.training import loss as module
-from soup_flows.training.loss import has_plain_head, head_loss, loss_in_head
+from soup_flows.training.loss import has_plain_head, head_loss, loss_in_head, worth_it_from
 
 SHAPE = {
     "vocab_size": 97,
@@ -80,4 +81,7 @@ def test_half_precision_under_autocast() -> None:
 
 def test_a_head_with_something_behind_it_is_left_alone() -> None:
     config = Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=3.0)
-    assert not has_plain_head(Gemma2ForCausalLM(config))
+    assert worth_it_from(Gemma2ForCausalLM(config)) == math.inf
+    llama = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    assert worth_it_from(llama) == 32
+    assert worth_it_from(llama.requires_grad_(False)) == 0
