@@ -17,6 +17,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.training.prepare import prepare_here
 from soup_flows.training.rows import StoredRows, prepared, token_rows
+from soup_flows.validation.deep import Seen, look
 
 
 @pytest.fixture
@@ -42,7 +43,9 @@ def stamps(data: PreparedData) -> dict[str, int]:
 
 
 @pytest.mark.ranks
-def test_a_second_call_tokenises_nothing(spec: Callable[..., TrainingSpec], assets: dict[str, str]) -> None:
+def test_a_second_call_tokenises_nothing(
+    spec: Callable[..., TrainingSpec], assets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cached_data(spec()) is None
     first = prepare_data(spec(eval_dataset=assets["eval_dataset"]))  # in a process of its own
     written = stamps(first)
@@ -51,6 +54,11 @@ def test_a_second_call_tokenises_nothing(spec: Callable[..., TrainingSpec], asse
     assert stamps(first) == written
     assert first.train_rows == first.train.rows == len(lines(assets["dataset"]))
     assert first.eval_rows == len(lines(assets["eval_dataset"]))
+    monkeypatch.setattr("sys.executable", "/nothing")  # what the validation looks at was left there too
+    seen = look(spec(eval_dataset=assets["eval_dataset"]))
+    assert isinstance(seen, Seen)
+    assert (seen.kept, seen.wrap_found) == (first.train_rows, ("LlamaDecoderLayer",))
+    assert isinstance(look(spec(max_length=32)), str)
 
 
 def test_what_changes_the_tokens_changes_the_entry(
