@@ -201,19 +201,23 @@ def newest_good(
     return None
 
 
-def rotate(checkpoints_dir: Path, keep: int, known_good: Collection[str] = ()) -> list[str]:
+def rotate(
+    checkpoints_dir: Path, keep: int, known_good: Collection[str] = (), spared: Collection[str] = ()
+) -> list[str]:
     """Delete the oldest checkpoints beyond `keep`, unless that would delete the last one that verifies.
 
     Args:
         checkpoints_dir: folder of `checkpoint-<step>` folders.
         keep: checkpoints to keep, at least 1.
         known_good: names of those that were read back and hashed just now.
+        spared: names of those that are kept beside the newest `keep`: the best one.
 
     Returns:
         Names of the deleted ones.
     """
     folders = list_checkpoints(checkpoints_dir)
-    kept, old = folders[: max(1, keep)], folders[max(1, keep) :]
+    kept = folders[: max(1, keep)]
+    old = [folder for folder in folders[max(1, keep) :] if folder.name not in spared]
     if not old or not any(f.name in known_good or not verify(f) for f in kept):
         return []
     for folder in old:

@@ -106,7 +106,7 @@ def fsdp_config_of(fsdp: Mapping[str, Any]) -> dict[str, Any]:
         "reshard_after_forward": _RESHARD_AFTER_FORWARD[strategy],
         "auto_wrap_policy": policy,
         "cpu_offload": offload,
-        # All ranks get rank 0's weights. It saves no host memory: every rank still reads the file.
+        # All ranks get rank 0's weights; training/hollow.py keeps the others from reading the file all the same.
         "cpu_ram_efficient_loading": True,
         # The only type with which the final save, the best model and adapters all work.
         "state_dict_type": "FULL_STATE_DICT",

@@ -25,7 +25,7 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("stage", "objective", "loss_type"), "training.task"),
     **dict.fromkeys(("finetuning_type", "adapter", "peft_method", "use_peft", "use_lora"), "training.method"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit"), "training.method=qlora"),
-    **dict.fromkeys(("beta", "pref_beta", "rl_beta"), "training.dpo_beta"),
+    **dict.fromkeys(("beta", "pref_beta", "rl_beta"), "training.preference_beta"),
     **dict.fromkeys(("evaluation_strategy", "eval_strategy", "evals_per_epoch"), "training.eval_steps"),
     **dict.fromkeys(("lora_r", "lora_rank", "rank"), "lora.r"),
     **dict.fromkeys(("lora_alpha", "scaling"), "lora.alpha"),

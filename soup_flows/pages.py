@@ -81,6 +81,18 @@ def _head(report: TrainReport) -> str:
             f"{report.steps} optimizer steps in {report.seconds:.0f} s. "
             f"Loss {_number(report.first_loss)} → {_number(report.final_loss)}{eval_text}."
         )
+        if report.early_stop is not None:
+            stop = report.early_stop
+            lines.append(
+                f"Stopped early, after {stop.waited} evaluations without an improvement on step {stop.best_step}; "
+                f"{report.total_steps} steps were planned."
+            )
+        if report.best is not None:
+            best = report.best
+            lines.append(
+                f"The model is that of step {best.step}, the lowest held-out loss ({_number(best.eval_loss)}; "
+                f"step {best.last_step} had {_number(best.last_eval_loss)})."
+            )
     return "\n\n".join(lines)
 
 

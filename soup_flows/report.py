@@ -86,6 +86,31 @@ class Stopped(BaseModel):
         return f"stopped at step {self.step}, not saved, last good checkpoint: {good}"
 
 
+class EarlyStop(BaseModel):
+    """Why training ended before its last planned step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    best_step: int
+    waited: int
+    """Evaluations in a row without an improvement."""
+
+
+class BestModel(BaseModel):
+    """Which weights became the final model, under `training.load_best_model_at_end`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    eval_loss: float
+    """Held-out loss, measured on the final model."""
+    checkpoint: str | None = None
+    """Where they were loaded from; None when the last step was the best."""
+    last_step: int
+    last_eval_loss: float
+
+
 class TrainReport(BaseModel):
     """What ran, what was proven, what came out, and where everything is."""
 
@@ -112,6 +137,8 @@ class TrainReport(BaseModel):
     set_aside: tuple[str, ...] = ()
     """Checkpoints that did not verify before the last attempt: where each is, and why."""
     stopped_at: Stopped | None = None
+    early_stop: EarlyStop | None = None
+    best: BestModel | None = None
     proof: Proof | None = None
     steps: int = 0
     """Optimizer steps made."""
@@ -172,6 +199,8 @@ _VALUES: dict[str, tuple[str, type[BaseModel]]] = {
     "proof": ("proof", Proof),
     "resumed": ("resumed", Resumed),
     "stopped": ("stopped_at", Stopped),
+    "early_stop": ("early_stop", EarlyStop),
+    "best": ("best", BestModel),
     "checkpoint": ("checkpoints", SavedCheckpoint),
 }
 """Events that become a value: the report's field and the value's type."""

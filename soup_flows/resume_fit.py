@@ -16,6 +16,8 @@ FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "gp
 """Settings that may differ when a run goes on, or are compared otherwise (strategy, data, world size)."""
 FREE_FIELDS = frozenset({"training.per_device_train_batch_size", "training.gradient_checkpointing",
                          "training.logging_steps", "training.eval_steps", "training.dtype",
+                         "training.early_stopping_patience", "training.early_stopping_threshold",
+                         "training.load_best_model_at_end",
                          "data.eval_dataset", "data.cache_dir", "data.workers", "data.bad_rows",
                          "lora.merge_adapter"})  # fmt: skip
 """The same for fields of groups; micro batch and accumulation may change while their product is kept."""

@@ -68,11 +68,13 @@ class LoraSettings(Group):
 class TrainingSettings(Group):
     """How the model is trained."""
 
-    task: Literal["sft", "pretrain", "dpo"] = Field("sft", title="Task")
-    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut), `dpo` prefers the
-    chosen answer of a pair to the rejected one."""
-    dpo_beta: float = Field(0.1, gt=0, title="Strength of the reference (DPO)")
-    """`beta` of DPO: the higher, the closer the model stays to what it was; used by the task `dpo`."""
+    task: Literal["sft", "pretrain", "dpo", "kto", "orpo"] = Field("sft", title="Task")
+    """`sft` learns the answers, `pretrain` every token (long documents are divided, not cut). `dpo` and `orpo`
+    prefer the chosen answer of a pair to the rejected one, `orpo` without a reference model; `kto` learns from
+    single answers that are good or bad."""
+    preference_beta: float = Field(0.1, gt=0, title="Beta (DPO, KTO, ORPO)")
+    """`beta` of TRL's trainers. `dpo`, `kto`: the higher, the closer the model stays to what it was. `orpo`: the
+    weight of the preference beside the loss on the chosen answer."""
     method: Literal["full", "lora", "qlora"] = Field("full", title="Method")
     """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights, `qlora` beside frozen
     weights in 4 bits (GPUs only)."""
@@ -109,6 +111,13 @@ class TrainingSettings(Group):
     """Optimizer steps between two metric events."""
     eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
     """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
+    early_stopping_patience: int | None = Field(None, ge=1, title="Early stopping: patience (evaluations)")
+    """Stop after this many evaluations in a row without an improvement; needs `eval_steps` and held-out rows."""
+    early_stopping_threshold: float = Field(0.0, ge=0, title="Early stopping: threshold (held-out loss)")
+    """Smallest fall of the held-out loss that counts as an improvement for `early_stopping_patience`."""
+    load_best_model_at_end: bool = Field(False, title="Keep the best model")
+    """Save a checkpoint at each best evaluation, keep it, and make the one with the lowest held-out loss the
+    final model; needs `eval_steps` and held-out rows."""
     report_to: list[
         Literal["tensorboard", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio"]
     ] = Field([], title="Trackers")
@@ -119,7 +128,7 @@ class DataSettings(Group):
     """What the rows mean and how long they may be."""
 
     eval_dataset: str | None = Field(None, title="Held-out data set")
-    """File with rows for evaluation; they are never trained on."""
+    """Rows for evaluation, named as `dataset` is; they are never trained on."""
     eval_split: float = Field(0.0, ge=0, lt=1, title="Held-out share")
     """Share of the training rows to hold out when `eval_dataset` is empty."""
     max_length: int = Field(1024, ge=8, le=4_194_304, title="Maximum length (tokens)")
@@ -229,7 +238,9 @@ class TrainingSpec(Group):
     model: str = Field(min_length=1, title="Model")
     """Folder with `config.json`, or a Hub id; `demo://tiny-llama` builds a tiny random model."""
     dataset: str = Field(min_length=1, title="Data set")
-    """JSONL or JSON file; `demo://stdlib-qa` is made from the standard library's documentation."""
+    """File or folder (JSON lines, JSON, CSV, text, Parquet, Arrow), Hub data set
+    `owner/name[@revision][/path][:split]`, or URL that fsspec opens (`s3://`, `https://`);
+    `demo://stdlib-qa` is made from the standard library."""
     output_dir: str = Field("outputs", min_length=1, title="Output folder")
     """Runs are kept in `<output_dir>/runs/<run id>/`."""
     deepspeed: DeepSpeedPreset | None = Field(None, title="DeepSpeed preset")
@@ -282,6 +293,11 @@ class TrainingSpec(Group):
             "recovery.resume": self.recovery.resume if "/" in self.recovery.resume else None,
         }
         return {field: value for field, value in named.items() if value and "demo://" not in value}
+
+    @property
+    def compares_answers(self) -> bool:
+        """True for tasks that learn from better and worse answers, with TRL's trainers."""
+        return self.training.task in ("dpo", "kto", "orpo")
 
     @property
     def trains_adapters(self) -> bool:

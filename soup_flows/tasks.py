@@ -85,7 +85,7 @@ def prepare_dataset(spec: TrainingSpec) -> PreparedData:
         "Data: %d rows to train, %d held out; %d rows dropped; %s tokens an epoch, %s of them trained",
         data.train_rows,
         data.eval_rows,
-        len(report.dropped),
+        report.rows_dropped,
         report.total_tokens,
         report.trained_tokens,
     )

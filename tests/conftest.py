@@ -66,16 +66,20 @@ def finished(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest
         *,
         ranks: int | None = None,
         dataset: str | None = None,
+        model: str | None = None,
+        recovery: dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
         **training: Any,
     ) -> TrainReport:
-        key = json.dumps([preset, ranks, dataset, lora, data, training], sort_keys=True)
+        key = json.dumps([preset, ranks, dataset, model, recovery, lora, data, training], sort_keys=True)
         if key not in done:
             values = parameters(preset, tmp_path_factory.mktemp("run"), **training)
             values |= {"lora": lora or {}, "data": values["data"] | (data or {})}
             values |= {"gpus": ranks} if ranks else {}
             values |= {"dataset": dataset} if dataset else {}
+            values |= {"model": model} if model else {}
+            values["recovery"] = {**values.get("recovery", {}), **(recovery or {})}
             spec = parse_spec(values)
             hardware = tasks.detect_hardware.fn(spec.device, [spec.output_dir])
             rows = tasks.prepare_dataset.fn(spec)

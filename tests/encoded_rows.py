@@ -22,7 +22,7 @@ def prepare(
 
     with tempfile.TemporaryDirectory() as folder:
         report = write_entry(Path(folder, "entry"), iter(chunks), tally, tokenizer)
-    check_kept(source, report.rows_kept, tally.dropped, policy=policy)
+    check_kept(source, report.rows_kept, tally.drops, policy=policy)
     rows = []
     for chunk in chunks:
         ids, labels = (array("i", memoryview(data).cast("i")) for data in (chunk.ids, chunk.labels))

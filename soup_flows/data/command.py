@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from soup_flows.data.fetch import fetch
 from soup_flows.data.page import markdown
 from soup_flows.data.report import report_on
 from soup_flows.errors import Refused, refuse
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(
         "soup-flows data", description="Report on a data set before it is trained."
     )
-    words.add_argument("file", metavar="FILE", help="a data file, or a folder of them")
+    words.add_argument("file", metavar="FILE", help="a data file, a folder, a Hub data set or a URL")
     words.add_argument("--tokenizer", metavar="DIR", help="folder of the model or tokenizer; counts tokens")
     words.add_argument(
         "--max-length", type=_length, metavar="N", help="tokens a row is cut to (needs --tokenizer)"
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise refuse(
                 "DATA018", "--max-length", "counts tokens, but no tokenizer is given", "add --tokenizer DIR"
             )
+        fetch(given.file, field="FILE")
         tokenizer = None if given.tokenizer is None else load_tokenizer(given.tokenizer)
         report = report_on(
             given.file,

@@ -20,8 +20,11 @@ from soup_flows.data.report import Kept, better_answer, kept_row
 from soup_flows.data.values import Dropped, Encoded, Example
 from soup_flows.errors import refuse
 
-Task = Literal["sft", "pretrain", "dpo"]
-"""`sft` learns answers, `pretrain` every token of every document, `dpo` compares answers."""
+Task = Literal["sft", "pretrain", "dpo", "kto", "orpo"]
+"""`sft` learns answers, `pretrain` every token of every document, the others compare answers."""
+
+COMPARED = {"dpo": ("preference",), "orpo": ("preference",), "kto": ("kto", "preference")}
+"""Tasks that compare answers, and the kinds of rows they take; `kto` takes a pair as two rows."""
 
 CHUNK_ROWS = 200
 """Rows that travel between processes at once."""
@@ -45,7 +48,7 @@ class Chunk:
         lengths: tokens of each stored row.
         ids: the token ids of the stored rows end to end, int32.
         labels: like `ids`; -100 where the loss does not count.
-        pairs: for `dpo`, one JSON line a kept row instead of tokens.
+        pairs: for tasks that compare answers, one JSON line a stored row instead of tokens.
         first: the first kept row, for the report's sample.
     """
 
@@ -133,9 +136,10 @@ def encode_chunk(batch: list[Example | Dropped], tokenizer: Any, settings: Setti
             continue
         first = first or found
         marks.append(kept_row(item, found))
-        if settings.task == "dpo":
-            pairs.append(json.dumps(_pair(item), ensure_ascii=False) + "\n")
-            lengths.append(len(found.input_ids))
+        if settings.task in COMPARED:
+            compared = _compared(item, settings.task)
+            pairs += [json.dumps(row, ensure_ascii=False) + "\n" for row in compared]
+            lengths.extend([len(found.input_ids)] * len(compared))
             continue
         for start, end in _pieces(len(found.input_ids), settings):
             lengths.append(end - start)
@@ -146,9 +150,10 @@ def encode_chunk(batch: list[Example | Dropped], tokenizer: Any, settings: Setti
 
 
 def _encode_row(example: Example, tokenizer: Any, settings: Settings) -> Encoded | Dropped:
-    if settings.task == "dpo":
-        if example.kind != "preference":
-            fix = "training.task=dpo needs rows with `chosen` and `rejected`"
+    if settings.task in COMPARED:
+        if example.kind not in COMPARED[settings.task]:
+            fix = f"training.task={settings.task} needs rows with `chosen` and `rejected`"
+            fix += ", or with `prompt`, `completion` and `label`" if settings.task == "kto" else ""
             raise refuse("DATA016", "dataset", f"the rows have the format {example.format}", fix)
         return encode(better_answer(example), tokenizer, settings.max_length, settings.train_on)
     if settings.task == "pretrain":
@@ -165,7 +170,16 @@ def _pieces(length: int, settings: Settings) -> Iterator[tuple[int, int]]:
         yield start, min(length, start + settings.max_length)
 
 
-def _pair(example: Example) -> dict[str, Any]:
-    """Return a preference pair as TRL reads it: an explicit prompt, all texts or all messages."""
-    prompt: Any = example.messages if isinstance(example.chosen, list) else example.prompt
-    return {"prompt": prompt, "chosen": example.chosen, "rejected": example.rejected}
+def _compared(example: Example, task: Task) -> list[dict[str, Any]]:
+    """Return a row as TRL reads it: an explicit prompt, all texts or all messages; a pair is two rows for `kto`."""
+    answer = example.chosen if example.kind == "preference" else example.completion
+    prompt: Any = example.messages if isinstance(answer, list) else example.prompt
+    if example.kind == "kto":
+        return [{"prompt": prompt, "completion": answer, "label": example.label}]
+    pair = {"prompt": prompt, "chosen": answer, "rejected": example.rejected}
+    if task != "kto":
+        return [pair]
+    return [
+        {"prompt": prompt, "completion": pair[key], "label": key == "chosen"}
+        for key in ("chosen", "rejected")
+    ]

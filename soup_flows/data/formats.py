@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from soup_flows.data.normalise import CONVERTERS, BadRow
+from soup_flows.data.messages import BadRow
+from soup_flows.data.normalise import CONVERTERS
 from soup_flows.data.reading import read_rows
-from soup_flows.data.values import Dropped, Example, Row
+from soup_flows.data.values import Dropped, Drops, Example, Row, shown
 from soup_flows.errors import Problem, Refused, nearest, refuse
 
 Policy = Literal["drop", "refuse"]
@@ -76,7 +76,7 @@ def load_examples(
             dropped.append(item)
         else:
             examples.append(item)
-    check_kept(source, len(examples), dropped, policy=policy, field=field)
+    check_kept(source, len(examples), Drops(dropped), policy=policy, field=field)
     return DataSet(examples, len(examples) + len(dropped), len(examples), dropped, examples[0].format)
 
 
@@ -130,15 +130,16 @@ def convert(row: Row, name: str) -> Example | Dropped:
 
 
 def check_kept(
-    source: str | Path, kept: int, dropped: list[Dropped], *, policy: Policy = "drop", field: str = "dataset"
+    source: str | Path, kept: int, drops: Drops, *, policy: Policy = "drop", field: str = "dataset"
 ) -> None:
     """Raise `Refused` if nothing is left to train, or under the policy `refuse` if a row was dropped."""
+    dropped = drops.examples
     if not kept and not dropped:
         raise refuse("DATA010", field, f"{source} has 0 rows", "give a file with at least one row")
     if not kept:
-        reasons = Counter(item.reason for item in dropped).most_common()
+        reasons = drops.counts.most_common()
         words = "; ".join(f"{count} x {reason}" for reason, count in reasons)
-        message = f"none of the {len(dropped)} rows of {source} can be trained: {words}. First: {dropped[0]}"
+        message = f"none of the {drops.total} rows of {source} can be trained: {words}. First: {dropped[0]}"
         long = "truncation" in reasons[0][0]
         fix = (
             "raise the maximum length or shorten the prompts"
@@ -153,8 +154,8 @@ def check_kept(
             )
             for item in dropped[:_SHOWN_PROBLEMS]
         ]
-        if len(dropped) > len(head):
-            more = f"and {len(dropped) - len(head)} more rows with faults"
+        if drops.total > len(head):
+            more = f"and {drops.total - len(head)} more rows with faults"
             head.append(Problem(id="DATA012", severity="error", field=field, message=more))
         raise Refused(head)
 
@@ -164,6 +165,11 @@ def _unknown(row: Row) -> Dropped:
     known = sorted({key for wanted in FORMATS.values() for key in wanted})
     near = next((hint for hint in (nearest(key, known) for key in keys) if hint), "")
     wanted = f"columns of one format ({', '.join(known)})" + (f"; {near}" if near else "")
+    inside = next(
+        (k for k, v in row.value.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None
+    )
+    if inside is not None:
+        wanted += f"; the rows seem to be in {shown(inside)}: write that list alone into the file"
     found = ", ".join(keys)[:80] or "no columns"
     return Dropped(row.line, "no known columns", "", found, wanted, row.file)
 

@@ -49,8 +49,7 @@ def read_lines(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
             while data and not data.endswith(b"\n"):
                 data = file.readline(MAX_ROW_BYTES)
             continue
-        if number == 1:
-            data = data.removeprefix(b"\xef\xbb\xbf")
+        data = data.removeprefix(b"\xef\xbb\xbf")  # files laid end to end have one in the middle
         if data.strip():
             yield parse_row(data, number, name)
 

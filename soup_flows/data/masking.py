@@ -77,11 +77,16 @@ def encode(
         return _drop(example, "token id outside the vocabulary", str(largest), wanted)
     if train_on == "all":
         labels = list(ids)
-    return _finish(example, _one_bos(ids, labels, tokenizer), max_length, stop_ids)
+    ids, labels, notes = _one_bos(ids, labels, tokenizer)
+    return _finish(example, (ids, labels), max_length, stop_ids, notes)
 
 
 def _finish(
-    example: Example, pair: tuple[list[int], list[int]], max_length: int, stop_ids: frozenset[int]
+    example: Example,
+    pair: tuple[list[int], list[int]],
+    max_length: int,
+    stop_ids: frozenset[int],
+    notes: tuple[str, ...],
 ) -> Encoded | Dropped:
     """Truncate, and drop the row when nothing of it is trained (the first label is never predicted)."""
     ids, labels = pair
@@ -95,7 +100,7 @@ def _finish(
             return _drop(example, "no trained token left after truncation", found, wanted)
         return _drop(example, "no trained token", f"{len(ids)} tokens", "a token the loss counts")
     return Encoded(
-        ids[:max_length], cut, len(ids), not stop_ids.isdisjoint(trained), example.line, example.file
+        ids[:max_length], cut, len(ids), not stop_ids.isdisjoint(trained), example.line, example.file, notes
     )
 
 
@@ -104,11 +109,14 @@ def _drop(example: Example, reason: str, found: str, wanted: str) -> Dropped:
     return Dropped(example.line, reason, fields.get(example.kind, ""), found, wanted, example.file)
 
 
-def _one_bos(ids: list[int], labels: list[int], tokenizer: Any) -> tuple[list[int], list[int]]:
-    bos = tokenizer.bos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:
-        return ids[1:], labels[1:]
-    return ids, labels
+def _one_bos(
+    ids: list[int], labels: list[int], tokenizer: Any
+) -> tuple[list[int], list[int], tuple[str, ...]]:
+    """Leave one BOS where a row begins with several: one in the text, one from the template or the tokenizer."""
+    bos, extra = tokenizer.bos_token_id, 0
+    while bos is not None and ids[extra : extra + 2] == [bos, bos]:
+        extra += 1
+    return ids[extra:], labels[extra:], ("a doubled BOS was reduced to one",) if extra else ()
 
 
 def _plain(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -137,6 +145,8 @@ def _chat(example: Example, tokenizer: Any, profile: ChatProfile) -> tuple[list[
     messages, hidden = shield(example.messages, profile)
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in messages]
+    if any(m.get("tool_calls") for m in messages) and "tool_calls" not in profile.template:
+        raise TemplateError("it leaves out tool calls, and the answer would be empty")
     if profile.has_markers and not hidden:
         marked = _by_markers(example, messages, weights, tokenizer, profile)
         if marked is not None:

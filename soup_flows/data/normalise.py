@@ -6,129 +6,57 @@ Nothing is coerced: a number or a list where text should be is a fault, never pr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from typing import Any
 
+from soup_flows.data.messages import BadRow, control_notes, messages_of, text_of
 from soup_flows.data.values import Example, Message, Row, shown
-from soup_flows.errors import nearest
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles a message may have."""
-
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-_KEPT_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-_CONTROL = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
-)
-
-
-class BadRow(Exception):
-    """A row that cannot teach.
-
-    Attributes:
-        reason: short, the same for all rows with this fault.
-        field: where in the row.
-        found: what stands there.
-        wanted: what should stand there.
-    """
-
-    def __init__(self, reason: str, field: str, found: str, wanted: str) -> None:
-        super().__init__(reason, field, found, wanted)
-        self.reason, self.field, self.found, self.wanted = reason, field, found, wanted
-
-
-def text_of(value: object, field: str, *, blank_ok: bool = False) -> str:
-    """Return text, or the joined text parts of a list of parts; everything else is a `BadRow`."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
-        for index, part in enumerate(value):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                found = f"a part of type {part.get('type')!r}"
-                raise BadRow("content part is not text", f"{field}[{index}]", found, "parts of type 'text'")
-        value = "".join(part["text"] for part in value)
-    if value is None:
-        raise BadRow("empty text", field, "null", "text")
-    if not isinstance(value, str):
-        raise BadRow(f"{type(value).__name__} instead of text", field, shown(value), "text")
-    if not blank_ok and not any(sign.isprintable() and not sign.isspace() for sign in value):
-        raise BadRow("empty text", field, shown(value), "text that is not blank")
-    return value
-
-
-def messages_of(value: object, field: str, *, answer: bool = True) -> list[Message]:
-    """Return a checked conversation; with `answer` it must hold a turn of the assistant that is trained."""
-    if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV cell
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRow("not a list of messages", field, shown(value), "a list of messages") from None
-    if value is None or value == []:
-        raise BadRow("no messages", field, shown(value), "a list of messages")
-    if not isinstance(value, list):
-        raise BadRow("not a list of messages", field, shown(value), "a list of messages")
-    messages = [_message(item, f"{field}[{index}]") for index, item in enumerate(value)]
-    if answer:
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles:
-            raise BadRow("no assistant turn", field, f"roles {', '.join(roles)}", "a turn of the assistant")
-        if not any(m["role"] == "assistant" and m.get("weight", 1) for m in messages):
-            raise BadRow("no trained turn", field, "weight 0 on every answer", "weight 1 on one answer")
-    return messages
-
-
-def _message(value: object, field: str) -> Message:
-    if not isinstance(value, dict):
-        raise BadRow("message is not an object", field, shown(value), "an object with role and content")
-    role_key = "role" if value.get("role") is not None else "from"
-    content_key = "content" if "content" in value else "value"
-    if role_key == "from" and "from" not in value:
-        raise BadRow("message without role", f"{field}.role", "nothing", ", ".join(ROLES))
-    name = value[role_key]
-    role = _SHAREGPT_ROLES.get(name, name) if isinstance(name, str) else name
-    if not isinstance(role, str) or role not in ROLES:
-        near = nearest(str(role), (*ROLES, *_SHAREGPT_ROLES))
-        wanted = ", ".join(ROLES) + (f"; {near}" if near else "")
-        raise BadRow("unknown role", f"{field}.{role_key}", shown(name), wanted)
-    message: Message = {"role": role}
-    message |= {key: value[key] for key in _KEPT_KEYS if value.get(key) is not None}
-    weight = value.get("weight", value.get("train"))
-    if weight is not None:
-        if weight not in (0, 1):
-            raise BadRow("weight is neither 0 nor 1", f"{field}.weight", shown(weight), "0 or 1")
-        message["weight"] = int(weight)
-    place = f"{field}.{content_key}"
-    if value.get(content_key) is None and (role == "assistant" and message.get("tool_calls")):
-        message["content"] = ""
-        return message
-    trained = role == "assistant" and message.get("weight", 1) == 1 and not message.get("tool_calls")
-    try:
-        message["content"] = text_of(value.get(content_key), place, blank_ok=not trained)
-    except BadRow as error:
-        if trained and error.reason == "empty text":
-            raise BadRow("empty answer", place, error.found, "an answer") from None
-        raise
-    return message
+_LABELS = {"true": True, "false": False}
+"""What a CSV cell may hold as `label`."""
 
 
 def _chat(row: Row, name: str, messages: list[Message]) -> Example:
-    tools = row.value.get("tools")
-    notes = _control_notes(messages)
-    tools = tools if isinstance(tools, list) and tools else None
+    messages = _with_system(row.value, messages)
+    notes = control_notes(messages)
+    tools = _tools(row.value.get("tools"))
     return Example(
         "chat", messages=messages, tools=tools, notes=notes, format=name, line=row.line, file=row.file
     )
 
 
-def _control_notes(messages: list[Message]) -> tuple[str, ...]:
-    marks = {mark for m in messages for mark in _CONTROL.findall(m["content"])}
-    return tuple(f"control token {mark} in the text of a message" for mark in sorted(marks))
+def _with_system(value: dict[str, Any], messages: list[Message]) -> list[Message]:
+    """Put the column `system`, which ShareGPT and Alpaca files have, before the conversation."""
+    system = _optional(value.get("system"), "system")
+    if not system.strip():
+        return messages
+    if messages and messages[0]["role"] in ("system", "developer"):
+        if messages[0]["content"] == system:
+            return messages
+        raise BadRow("two system prompts", "system", shown(system), "a system column or a system message")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _no_system(value: dict[str, Any]) -> None:
+    """Refuse a system prompt beside a prompt of plain text, in which it has no place."""
+    if _optional(value.get("system"), "system").strip():
+        raise BadRow(
+            "system prompt beside plain text", "system", shown(value["system"]), "messages as the prompt"
+        )
+
+
+def _tools(value: object) -> list[Any] | None:
+    """Return tool schemas, given as a list or as JSON text (how datasets and TRL store them)."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow("tools are not JSON", "tools", shown(value), "a list of tool schemas") from None
+    if value is None or value in ("", []):
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadRow("tools are not a list of schemas", "tools", shown(value), "a list of tool schemas")
+    return value
 
 
 def _conversation(column: str) -> Callable[[Row, str], Example]:
@@ -144,9 +72,24 @@ def _alpaca(row: Row, name: str) -> Example:
     question = "\n\n".join(part for part in (question, extra) if part.strip())
     if not question:
         raise BadRow("empty text", "instruction", shown(value.get("instruction")), "an instruction")
-    system = _optional(value.get("system"), "system")
-    messages = [{"role": "system", "content": system}] if system.strip() else []
-    return _chat(row, name, messages + _turn(question, value, answer_key))
+    return _chat(row, name, _history(value.get("history")) + _turn(question, value, answer_key))
+
+
+def _history(value: object) -> list[Message]:
+    """Return earlier turns of an Alpaca row: a list of [instruction, answer] (LLaMA-Factory's data format)."""
+    messages: list[Message] = []
+    if value is None or value == []:
+        return messages
+    pairs = value if isinstance(value, list) else None
+    if pairs is None or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise BadRow(
+            "history is not a list of pairs", "history", shown(value), "[[instruction, answer], ...]"
+        )
+    for index, (question, answer) in enumerate(pairs):
+        place = f"history[{index}]"
+        messages.append({"role": "user", "content": text_of(question, f"{place}[0]")})
+        messages.append({"role": "assistant", "content": text_of(answer, f"{place}[1]")})
+    return messages
 
 
 def _turn(question: str, value: dict[str, Any], key: str) -> list[Message]:
@@ -175,13 +118,26 @@ def _question(question: str, answer: str) -> Callable[[Row, str], Example]:
 
 def _completion(row: Row, name: str) -> Example:
     value = row.value
-    if isinstance(value.get("prompt"), list):
-        prompt = [m | {"weight": 0} for m in messages_of(value["prompt"], "prompt", answer=False)]
-        return _chat(row, name, prompt + messages_of(value.get("completion"), "completion"))
+    if _is_chat(value.get("prompt")) or _is_chat(value.get("completion")):
+        prompt, completion = value.get("prompt"), value.get("completion")
+        if isinstance(prompt, str) and prompt.strip():
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": _answer(value, "completion")}]
+        asked = [m | {"weight": 0} for m in messages_of(prompt, "prompt", answer=False)]
+        return _chat(row, name, asked + messages_of(completion, "completion"))
+    _no_system(value)
     prompt_text = _optional(value.get("prompt"), "prompt")
     answer = _answer(value, "completion")
     return Example(
         "completion", prompt=prompt_text, completion=answer, format=name, line=row.line, file=row.file
+    )
+
+
+def _is_chat(value: object) -> bool:
+    """Whether a value is a list of messages and not of content parts; a wrong list is reported as messages."""
+    return isinstance(value, list) and not all(
+        isinstance(item, dict) and "type" in item and not {"role", "from"} & set(item) for item in value
     )
 
 
@@ -192,24 +148,43 @@ def _text(row: Row, name: str) -> Example:
 
 
 def _tokens(row: Row, name: str) -> Example:
-    ids = _ids(row.value.get("input_ids"), "input_ids", lowest=0)
-    labels = None
+    ids = _ids(row.value.get("input_ids"), "input_ids")
+    labels: list[int] | None = None
     if row.value.get("labels") is not None:
-        labels = _ids(row.value["labels"], "labels", lowest=-100)
+        labels = _ids(row.value["labels"], "labels", also=-100)
         if len(labels) != len(ids):
             wanted = f"{len(ids)}, as many as input_ids"
             raise BadRow("labels of another length", "labels", f"{len(labels)} labels", wanted)
         if all(label == -100 for label in labels):
             raise BadRow("no trained token", "labels", "-100 everywhere", "labels that are trained")
+        for index, (label, token) in enumerate(zip(labels, ids, strict=True)):
+            if label not in (-100, token):  # labels shifted beforehand would be shifted twice
+                found, wanted = f"{label}, input_ids[{index}] is {token}", "input_ids, or -100; not shifted"
+                raise BadRow("labels are not the tokens", f"labels[{index}]", found, wanted)
+    ids, labels = _unpadded(ids, labels, row.value.get("attention_mask"))
     return Example("tokens", input_ids=ids, labels=labels, format=name, line=row.line, file=row.file)
 
 
-def _ids(value: object, field: str, *, lowest: int) -> list[int]:
+def _unpadded(ids: list[int], labels: list[int] | None, mask: object) -> tuple[list[int], list[int] | None]:
+    """Cut off what the attention mask marks as padding."""
+    if mask is None:
+        return ids, labels
+    field = "attention_mask"
+    if not isinstance(mask, list) or len(mask) != len(ids) or any(bit not in (0, 1) for bit in mask):
+        raise BadRow("not an attention mask", field, shown(mask), f"{len(ids)} zeros and ones")
+    start, end = mask.index(1) if 1 in mask else 0, len(mask) - (mask[::-1].index(1) if 1 in mask else 0)
+    if not all(mask[start:end]):
+        raise BadRow("not an attention mask", field, shown(mask), "zeros at the ends only: padding")
+    return ids[start:end], None if labels is None else labels[start:end]
+
+
+def _ids(value: object, field: str, *, also: int = 0) -> list[int]:
     if not isinstance(value, list) or not value:
         raise BadRow("no token ids", field, shown(value), "a list of whole numbers")
     for index, item in enumerate(value):
-        if type(item) is not int or item < lowest:
-            raise BadRow("not a token id", f"{field}[{index}]", shown(item), f"a whole number >= {lowest}")
+        if type(item) is not int or (item < 0 and item != also):
+            wanted = "a whole number >= 0" + (f", or {also}" if also else "")
+            raise BadRow("not a token id", f"{field}[{index}]", shown(item), wanted)
     return value
 
 
@@ -231,8 +206,10 @@ def _preference(row: Row, name: str) -> Example:
             same = [a == b for a, b in zip(chosen, rejected, strict=False)]
             cut = min([*same, False].index(False), len(chosen) - 1, len(rejected) - 1)
             shared, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+        shared = _with_system(value, shared)
         better, worse = chosen, rejected
     else:
+        _no_system(value)
         better, worse = _answer(value, "chosen"), _answer(value, "rejected")
         prompt_text = text_of(prompt, "prompt")
     if better == worse:
@@ -250,9 +227,10 @@ def _preference(row: Row, name: str) -> Example:
 
 
 def _kto(row: Row, name: str) -> Example:
-    label = row.value.get("label")
+    given = row.value.get("label")
+    label = _LABELS.get(given.strip().lower()) if isinstance(given, str) else given
     if not isinstance(label, bool):
-        raise BadRow("label is not true or false", "label", shown(label), "true or false")
+        raise BadRow("label is not true or false", "label", shown(given), "true or false")
     pair = _completion(row, name)
     if pair.kind == "completion":
         return Example(
@@ -264,7 +242,8 @@ def _kto(row: Row, name: str) -> Example:
             line=row.line,
             file=row.file,
         )
-    cut = len(row.value["prompt"])
+    answers = row.value["completion"]
+    cut = len(pair.messages) - (len(answers) if isinstance(answers, list) else 1)
     prompt = [{k: v for k, v in m.items() if k != "weight"} for m in pair.messages[:cut]]
     return Example(
         "kto",

@@ -26,7 +26,7 @@ def _summary(report: DataReport) -> str:
         ("format", report.format),
         ("rows read", f"{report.rows_read:,}"),
         ("rows kept", f"{report.rows_kept:,}"),
-        ("rows dropped", f"{len(report.dropped):,}"),
+        ("rows dropped", f"{report.rows_dropped:,}"),
         ("duplicates", f"{report.duplicates:,}"),
         (f"longest row ({report.length_unit})", f"{report.longest:,}"),
     ]
@@ -46,9 +46,10 @@ def _summary(report: DataReport) -> str:
 
 def _drops(report: DataReport) -> str:
     rows = []
-    for reason, items in report.reasons().items():
+    for reason, total in report.reasons.items():
+        items = [item for item in report.dropped if item["reason"] == reason]
         for index, item in enumerate(items[:_EXAMPLES]):
-            count = f"{len(items):,}" if index == 0 else ""
+            count = f"{total:,}" if index == 0 else ""
             place = f"{item['file'].rsplit('/', 1)[-1]}:{item['line']}"
             name = reason if index == 0 else ""
             rows.append(

@@ -5,6 +5,7 @@ The flow process imports no tokenizer: a process of its own does the work, or no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,15 +16,15 @@ from pydantic import BaseModel, ConfigDict
 import soup_flows
 from soup_flows.child import call
 from soup_flows.data.encoding import Settings
+from soup_flows.data.fetch import fetch
 from soup_flows.data.formats import check_kept
 from soup_flows.data.reading import list_files
 from soup_flows.data.report import DataReport
 from soup_flows.data.store import lengths_of, read_report
-from soup_flows.data.values import Dropped
 from soup_flows.errors import refuse
 from soup_flows.spec import TrainingSpec
 
-_LAYOUT = 1
+_LAYOUT = 2
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
                     "added_tokens.json", "chat_template*", "config.json", "*.py")  # fmt: skip
 TOKENIZER_PATTERNS = (*_TOKENIZER_FILES, "additional_chat_templates/*")
@@ -95,9 +96,9 @@ def entry_of(spec: TrainingSpec, tokenizer_folder: Path, source: str, field: str
         "settings": [settings.task, settings.max_length, settings.train_on],
         "trust_remote_code": spec.trust_remote_code,
         "tokenizer": [
-            (str(p.relative_to(tokenizer_folder)), _sha256(p)) for p in _tokenizer_files(tokenizer_folder)
+            (str(p.relative_to(tokenizer_folder)), sha256(p)) for p in _tokenizer_files(tokenizer_folder)
         ],
-        "data": [(str(path), _sha256(path)) for path in list_files(source, field=field)],
+        "data": [(str(path), sha256(path)) for path in list_files(source, field=field)],
     }
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
     return cache_folder(spec) / "data" / key
@@ -119,7 +120,14 @@ def _tokenizer_files(folder: Path) -> list[Path]:
     return sorted({p for pattern in TOKENIZER_PATTERNS for p in folder.glob(pattern) if p.is_file()})
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file; one that did not change is read once by this process."""
+    facts = path.stat()
+    return _sha256(path, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sha256(path: Path, *_: int) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -131,7 +139,18 @@ def prepare_data(spec: TrainingSpec) -> PreparedData:
         Refused: if the data or the tokenizer cannot be used, no row can be trained, or a row is faulty and
             `data.bad_rows` is `refuse`.
     """
+    fetch_sources(spec)
     return cached_data(spec) or _in_a_process(spec)
+
+
+def fetch_sources(spec: TrainingSpec) -> None:
+    """Fetch the data sets of a spec that are not on this machine.
+
+    Raises:
+        Refused: if one cannot be reached.
+    """
+    for field, source in sources_of(spec):
+        fetch(source, field=field)
 
 
 def cached_data(spec: TrainingSpec) -> PreparedData | None:
@@ -156,8 +175,8 @@ def checked(spec: TrainingSpec, found: list[PreparedSource]) -> PreparedData:
         Refused: for faulty rows under `data.bad_rows=refuse`, or a share that holds out every row.
     """
     for (field, source), item in zip(sources_of(spec), found, strict=True):
-        dropped = [Dropped(**row) for row in item.report.dropped]
-        check_kept(source, item.report.rows_kept, dropped, policy=spec.data.bad_rows, field=field)
+        report = item.report
+        check_kept(source, report.rows_kept, report.drops, policy=spec.data.bad_rows, field=field)
     rows = found[0].rows
     if len(found) > 1:
         return PreparedData(train=found[0], evaluation=found[1], train_rows=rows, eval_rows=found[1].rows)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from soup_flows.data.jsonlines import MAX_ROW_BYTES, parse_row, read_lines, read_values
+from soup_flows.data.sources import fetched, is_remote, split_of, without_secrets
 from soup_flows.data.tables import read_csv, read_table, read_text
 from soup_flows.data.values import Dropped, Row, shown, writable
 from soup_flows.errors import Refused, nearest, refuse
@@ -40,6 +41,18 @@ _ENCODINGS = (
     (b"\xff\xfe", "UTF-16 (little-endian)"),
     (b"\xfe\xff", "UTF-16 (big-endian)"),
 )
+_OTHER_FILES = (
+    (b"PK\x03\x04", "a zip archive or spreadsheet", "unpack it, or save it as CSV"),
+    (b"PAR1", "a Parquet file", "give it the ending .parquet"),
+    (b"ARROW1", "an Arrow file", "give it the ending .arrow"),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", "unpack it first: zstd -d"),
+    (b"BZh", "packed with bzip2", "unpack it first: bunzip2"),
+    (b"\xfd7zXZ\x00", "packed with xz", "unpack it first: unxz"),
+    (b"SQLite format 3", "an SQLite database", "write its rows as JSON lines"),
+    (b"%PDF-", "a PDF", "extract its text first"),
+    (b"\x80\x04\x95", "a Python pickle", "write its rows as JSON lines; a pickle is never loaded"),
+)
+"""First bytes of files that are not text, whatever their ending: what they are, and what to do."""
 
 
 def read_rows(source: str | Path, *, field: str = "dataset") -> Iterator[Row | Dropped]:
@@ -66,6 +79,12 @@ def list_files(source: str | Path, *, field: str = "dataset") -> list[Path]:
     Raises:
         Refused: as `read_rows`, as far as it can be seen without reading.
     """
+    if isinstance(source, str) and is_remote(source):
+        known = fetched(source)
+        if known is None:
+            fix = "`prepare dataset` and `soup-flows data` fetch it"
+            raise refuse("DATA025", field, f"{without_secrets(source)} has not been fetched yet", fix)
+        return known[0]
     path = Path(source).expanduser()
     try:
         mode = path.stat().st_mode
@@ -75,6 +94,11 @@ def list_files(source: str | Path, *, field: str = "dataset") -> list[Path]:
         files = _walk(path, field, ())
         if not files:
             raise refuse("DATA003", field, f"no data file in {path}", f"put one of {_endings()} there")
+        splits = {split_of(str(file.relative_to(path))) for file in files}
+        if len(splits) > 1 and "train" in splits:
+            names = ", ".join(str(file.relative_to(path)) for file in files[:6])
+            fix = "give a file or folder of one split, and another as data.eval_dataset"
+            raise refuse("DATA006", field, f"{path} holds several splits ({names})", fix)
         return files
     if not stat.S_ISREG(mode):
         raise refuse(
@@ -102,13 +126,17 @@ def _walk(folder: Path, field: str, above: tuple[tuple[int, int], ...]) -> list[
         raise refuse("DATA006", field, f"{folder} holds several splits", fix)
     files: list[Path] = []
     for entry in entries:
-        if entry.name.startswith((".", "_")) or entry.name in _ABOUT_THE_DATA:
-            continue
-        if entry.is_dir():
+        if entry.is_dir() and not entry.name.startswith((".", "_")):
             files += _walk(entry, field, (*above, here))
-        elif _kind(entry) is not None:
+        elif is_data_file(entry):
             files += list_files(entry, field=field)
     return files
+
+
+def is_data_file(path: Path) -> bool:
+    """Whether a file of a folder holds rows: by its ending, and not hidden or about the data."""
+    hidden = path.name.startswith((".", "_")) or path.name in _ABOUT_THE_DATA
+    return not hidden and _kind(path) is not None
 
 
 def _read_file(path: Path, field: str) -> Iterator[Row | Dropped]:
@@ -150,6 +178,9 @@ def _open(path: Path, field: str) -> IO[bytes]:
     try:
         head = file.read(1024)
         encoding = next((words for mark, words in _ENCODINGS if head.startswith(mark)), "")
+        for mark, what, fix in _OTHER_FILES:
+            if head.startswith(mark):
+                raise refuse("DATA008", field, f"{path} is {what}, not text", fix)
         if not encoding and head.count(b"\x00") > len(head) // 4:
             encoding = "UTF-16 without a byte-order mark, or binary"
         if encoding:
@@ -219,6 +250,4 @@ def _missing(path: Path, source: str, field: str, error: Exception) -> Refused:
         names = []
     near = nearest(missing, names)
     fix = f"in {folder.absolute()}: {near}" if near else f"{folder.absolute()} has no such name"
-    if not near and source.count("/") == 1 and not path.suffix:
-        fix += f"; a data set of the Hub is fetched first: hf download --repo-type dataset {source}"
     return refuse("DATA001", field, f"there is no {path}", fix)

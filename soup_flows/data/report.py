@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.data.formats import Policy, check_kept, iter_examples
 from soup_flows.data.lengths import Bin, histogram, packed_padding_share, padded_share
 from soup_flows.data.masking import IGNORED, TrainOn, encode
-from soup_flows.data.values import Dropped, Encoded, Example, writable
+from soup_flows.data.messages import CONTROL_NOTE
+from soup_flows.data.values import Dropped, Drops, Encoded, Example, writable
 
 SAMPLE_TOKENS = 400
 """Tokens of the row that is shown in full."""
@@ -31,7 +32,9 @@ class DataReport(BaseModel):
         format: one of `formats.FORMATS`.
         rows_read: rows seen, blank lines not counted.
         rows_kept: rows that are trained.
-        dropped: every other row: line, reason, field, found, wanted, file.
+        rows_dropped: every other row.
+        dropped: the first 100 of them for each reason: line, reason, field, found, wanted, file.
+        reasons: rows dropped by reason, the most frequent first.
         max_length: rows are cut to this many tokens.
         trained_tokens: tokens the loss counts in one epoch.
         total_tokens: tokens of the kept rows after truncation, one epoch.
@@ -55,7 +58,9 @@ class DataReport(BaseModel):
     format: str
     rows_read: int
     rows_kept: int
+    rows_dropped: int
     dropped: tuple[dict[str, Any], ...]
+    reasons: dict[str, int]
     max_length: int | None
     trained_tokens: int | None
     total_tokens: int | None
@@ -72,12 +77,10 @@ class DataReport(BaseModel):
     notes: tuple[str, ...]
     sample: str
 
-    def reasons(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the dropped rows by reason, the most frequent first."""
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for item in self.dropped:
-            groups.setdefault(item["reason"], []).append(item)
-        return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
+    @property
+    def drops(self) -> Drops:
+        """The dropped rows, as they were counted."""
+        return Drops((Dropped(**row) for row in self.dropped), self.reasons)
 
 
 def report_on(
@@ -106,7 +109,7 @@ def report_on(
             tally.drop(encoded)
             continue
         tally.keep(example, encoded)
-    check_kept(source, len(tally.lengths), tally.dropped, policy=policy, field=field)
+    check_kept(source, len(tally.lengths), tally.drops, policy=policy, field=field)
     return tally.report()
 
 
@@ -150,6 +153,7 @@ def kept_row(example: Example, encoded: Encoded | None) -> Kept:
     key, line, name, notes = _content_hash(example), example.line, example.format, example.notes
     if encoded is None:
         return Kept(key, line, name, notes, characters(example))
+    notes += encoded.notes
     trained = sum(label != IGNORED for label in encoded.labels[1:])
     length = len(encoded.input_ids)
     return Kept(key, line, name, notes, encoded.full_length, length, trained, encoded.stop_trained)
@@ -159,25 +163,25 @@ class Tally:
     """Counts rows as they pass; its memory is about a hundred bytes a kept row.
 
     Attributes:
-        dropped: the rows that were not kept.
+        drops: the rows that were not kept.
         lengths: tokens of each kept row before truncation, or characters.
         sample: the first kept row as text, trained parts marked; empty until there is one.
     """
 
     def __init__(self, source: str | Path, tokenizer: Any = None, max_length: int | None = None) -> None:
-        self.dropped: list[Dropped] = []
+        self.drops = Drops()
         self.lengths = array("Q")
         self.sample = ""
         self._source, self._tokenizer, self._max_length = writable(str(source)), tokenizer, max_length
         self._seen: set[bytes] = set()
         self._duplicates = self._trained = self._stopping = self._truncated = 0
         self._duplicate_lines: list[int] = []
-        self._notes: dict[str, list[int]] = {}
+        self._notes: dict[str, tuple[int, list[int]]] = {}
         self._format = ""
 
     def drop(self, item: Dropped) -> None:
         """Count a row that is not kept."""
-        self.dropped.append(item)
+        self.drops.add(item)
 
     def keep(self, example: Example, encoded: Encoded | None) -> None:
         """Count a kept row and remember the first as the sample; `encoded` is None without a tokenizer."""
@@ -194,7 +198,8 @@ class Tally:
                 self._duplicate_lines.append(row.line)
         self._seen.add(row.key)
         for note in row.notes:
-            self._notes.setdefault(note, []).append(row.line)
+            count, lines = self._notes.get(note, (0, []))
+            self._notes[note] = (count + 1, lines if count >= _NAMED_LINES else [*lines, row.line])
         self.lengths.append(row.full_length)
         if self._tokenizer is not None:
             self._trained += row.trained
@@ -210,9 +215,11 @@ class Tally:
         return DataReport(
             source=self._source,
             format=self._format,
-            rows_read=kept + len(self.dropped),
+            rows_read=kept + self.drops.total,
             rows_kept=kept,
-            dropped=tuple(item.as_dict() for item in self.dropped),
+            rows_dropped=self.drops.total,
+            dropped=tuple(item.as_dict() for item in self.drops.examples),
+            reasons=dict(self.drops.counts.most_common()),
             max_length=self._max_length,
             trained_tokens=self._trained if counted else None,
             total_tokens=sum(cut) if counted else None,
@@ -231,16 +238,18 @@ class Tally:
         )
 
     def _remarks(self, counted: bool, kept: int) -> Iterator[str]:
-        for note, lines in self._notes.items():
-            plain = "; it is encoded as plain text" if counted else ""
-            named = ", ".join(map(str, lines[:_NAMED_LINES])) + (", ..." if len(lines) > _NAMED_LINES else "")
-            yield f"{note}{plain} ({len(lines)} rows: line {named})"
+        for note, (count, lines) in self._notes.items():
+            plain = "; it is encoded as plain text" if counted and note.startswith(CONTROL_NOTE) else ""
+            named = ", ".join(map(str, lines)) + (", ..." if count > len(lines) else "")
+            yield f"{note}{plain} ({count} {'row' if count == 1 else 'rows'}: line {named})"
         if counted and kept and not self._stopping:
             yield "no row trains a token that ends the answer: the model will not learn to stop"
         if self._duplicates:
             first = ", ".join(map(str, self._duplicate_lines))
             more = ", ..." if self._duplicates > len(self._duplicate_lines) else ""
-            yield f"{self._duplicates} rows equal an earlier row (line {first}{more})"
+            one = self._duplicates == 1
+            equal = "row equals" if one else "rows equal"
+            yield f"{self._duplicates} {equal} an earlier row (line {first}{more})"
         if kept == 1:
             yield "1 row: every step trains the same row"
 

@@ -13,15 +13,24 @@ from soup_flows.data.values import Dropped, Row, shown
 from soup_flows.errors import refuse
 
 _BATCH_ROWS = 1024
+_DELIMITERS = ",;\t|"
+_MISSING = frozenset({"", "NaN", "nan", "None", "null", "NULL", "<NA>", "#N/A"})
+"""Cells without a value: pandas, Python, SQL and spreadsheets write them so."""
 
 
 def read_csv(file: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[Row | Dropped]:
-    """Yield the rows of a table whose first line names the columns; an empty cell is a missing value."""
+    """Yield the rows of a table whose first line names the columns.
+
+    An empty cell is a missing value, and so is what programs write in its place, such as `NaN` and `None`.
+    """
     csv.field_size_limit(MAX_ROW_BYTES)
     head = file.readline()
-    file.seek(0)
-    if delimiter == "," and "," not in head and ";" in head:
-        delimiter = ";"
+    if head.lower().startswith("sep=") and len(head.strip()) == 5:  # a line that Excel reads and writes
+        delimiter = head.strip()[4]
+    else:
+        file.seek(0)
+        if delimiter not in head:
+            delimiter = next((sign for sign in _DELIMITERS if sign in head), delimiter)
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     while True:
@@ -36,7 +45,7 @@ def read_csv(file: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[Row 
         if not any(cells):
             continue
         if columns is None:
-            columns = cells
+            columns = [cell.strip() for cell in cells]
             if len(set(columns)) != len(columns):
                 yield Dropped(line, "duplicate column", "", shown(columns), "each column once", name)
                 return
@@ -44,7 +53,8 @@ def read_csv(file: io.TextIOWrapper, name: str, delimiter: str) -> Iterator[Row 
             wanted = f"{len(columns)} cells, as in the first line"
             yield Dropped(line, "wrong number of cells", "", f"{len(cells)} cells", wanted, name)
         else:
-            yield Row(line, {key: cell or None for key, cell in zip(columns, cells, strict=True)}, name)
+            value = {k: None if cell in _MISSING else cell for k, cell in zip(columns, cells, strict=True)}
+            yield Row(line, value, name)
 
 
 def read_text(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
@@ -53,7 +63,7 @@ def read_text(file: IO[bytes], name: str) -> Iterator[Row | Dropped]:
     while data := file.readline(MAX_ROW_BYTES):
         number += 1
         try:
-            text = data.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            text = data.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             found = f"byte 0x{data[error.start]:02x} at byte {error.start + 1} of the line"
             yield Dropped(number, "not UTF-8", "", found, "UTF-8 text", name)

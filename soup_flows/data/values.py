@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,6 +65,38 @@ class Dropped:
         return {name: getattr(self, name) for name in names}
 
 
+EXAMPLES_A_REASON = 100
+"""Dropped rows of one reason that are kept as examples; all are counted."""
+
+
+class Drops:
+    """Rows that are not trained: all are counted, the first of each reason are kept.
+
+    Attributes:
+        counts: rows by reason.
+        examples: the first `EXAMPLES_A_REASON` rows of each reason, in the order they came.
+    """
+
+    def __init__(self, items: Iterable[Dropped] = (), counts: Mapping[str, int] | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: list[Dropped] = []
+        for item in items:
+            self.add(item)
+        if counts is not None:
+            self.counts = Counter(counts)
+
+    def add(self, item: Dropped) -> None:
+        """Count a row."""
+        self.counts[item.reason] += 1
+        if self.counts[item.reason] <= EXAMPLES_A_REASON:
+            self.examples.append(item)
+
+    @property
+    def total(self) -> int:
+        """Rows that were dropped."""
+        return self.counts.total()
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row in the one shape all later steps read.
@@ -113,6 +147,7 @@ class Encoded:
         stop_trained: whether a token that ends the answer is among the trained ones.
         line: as in `Row`.
         file: path of the file.
+        notes: what was odd about the tokens and has been put right.
     """
 
     input_ids: list[int]
@@ -121,6 +156,7 @@ class Encoded:
     stop_trained: bool
     line: int = 0
     file: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def writable(text: str) -> str:

@@ -140,12 +140,11 @@ def _compute_bytes(model: Architecture, setup: Setup, plain: int) -> float:
 def host_bytes_at_load(model: Architecture, setup: Setup) -> float:
     """Return the host bytes of one machine while the weights are read, an upper bound.
 
-    Each rank of DDP, FSDP and ZeRO 1 and 2 reads every weight (accelerate's `cpu_ram_efficient_loading` saves
-    nothing in accelerate 1.15 with transformers 5.24); under ZeRO-3 one rank does. Quantised weights are read
-    file by file and quantised on the GPU.
+    Each rank of DDP and ZeRO 1 and 2 reads every weight; under ZeRO-3 and FSDP rank 0 does, and the others get
+    theirs from it (`training/hollow.py`). Quantised weights are read file by file and quantised on the GPU.
     """
     if setup.method == "qlora":
         return setup.node_ranks * min(SHARD_BYTES, 2 * model.parameters)
     element = 4 if setup.dtype == "fp32" or (setup.method == "full" and setup.zero_stage == 0) else 2
-    readers = 1 if setup.zero_stage == 3 else setup.node_ranks
+    readers = 1 if setup.zero_stage == 3 or setup.fsdp else setup.node_ranks
     return float(readers * element * model.parameters)

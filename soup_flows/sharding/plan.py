@@ -146,8 +146,8 @@ def read_case(
     asked = asked_batch(spec, world.size, user_config)
     asked.divided(world.size)  # refused here if the rows cannot be split evenly
     model, no_model = known_model(spec.model)
-    if spec.training.task == "dpo":
-        model, no_model = None, "memory was not predicted: nothing is known of the task dpo"
+    if spec.compares_answers:
+        model, no_model = None, f"memory was not predicted: nothing is known of the task {spec.training.task}"
     return Case(
         spec,
         hardware,

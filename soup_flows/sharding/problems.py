@@ -39,7 +39,7 @@ def memory_problems(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
             )
         )
     if estimate.host.load > room.host:
-        one = plan.strategy.startswith("zero3")
+        one = plan.engine == "fsdp" or plan.strategy.startswith(("zero3", "zero++"))
         found.append(
             Problem(
                 id="PLAN021",
@@ -48,8 +48,8 @@ def memory_problems(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
                 message=f"loading may take {gib(estimate.host.load)} of host memory, since "
                 f"{'one rank reads' if one else 'every rank reads'} all weights, and {gib(room.host)} can be used",
                 fix="use a machine with more memory"
-                + ("" if one else ", or deepspeed=zero3, where one rank reads"),
-                source="accelerate 1.15 with transformers 5.24: cpu_ram_efficient_loading saves nothing",
+                + ("" if one else ", or deepspeed=zero3 or fsdp=full_shard, where one rank reads"),
+                source="soup_flows/training/model.py: DDP and ZeRO 1 and 2 load a whole copy on every rank",
             )
         )
     return found

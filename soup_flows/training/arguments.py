@@ -34,7 +34,7 @@ def training_arguments(
         evaluate_first: whether they are evaluated before the first step.
 
     Returns:
-        `TrainingArguments`, or TRL's `DPOConfig` for the task `dpo`.
+        `TrainingArguments`, or what TRL has in its place for `dpo`, `kto` and `orpo`.
     """
     kind: Any = TrainingArguments
     train, on_cpu = spec.training, plan.device == "cpu"
@@ -48,11 +48,12 @@ def training_arguments(
         # Else whole gradients pile up on every rank between micro batches, in the compute dtype (accelerate 1.15
         # `no_sync`); reduced each time, they stay sharded and are summed in the parameters' own fp32.
         engine["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    if train.task == "dpo":
-        from trl import DPOConfig
+    if spec.compares_answers:
+        from soup_flows.training.preference import classes_of
 
-        kind = DPOConfig
-        engine.update(max_length=spec.data.max_length, beta=train.dpo_beta, gradient_checkpointing=False)
+        kind, _ = classes_of(train.task)
+        engine.update(max_length=spec.data.max_length, beta=train.preference_beta)
+        engine.update(gradient_checkpointing=False)
     return kind(
         output_dir=output_dir,
         per_device_eval_batch_size=plan.batch.per_device_train_batch_size,

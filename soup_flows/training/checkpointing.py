@@ -23,6 +23,7 @@ from soup_flows.manifest import Manifest, library_versions, read_manifest
 from soup_flows.resume import Orders, digest
 from soup_flows.resume_fit import identity
 from soup_flows.training import universal
+from soup_flows.training.best import BestModel
 from soup_flows.training.saving import recording_failed_writes
 from soup_flows.training.stopping import StopListener
 
@@ -48,10 +49,11 @@ class Checkpointer(TrainerCallback):
         job: what the rank was told.
         orders: where this attempt starts.
         total_steps: optimizer steps of the whole run.
+        best: says which checkpoint is not rotated away.
     """
 
-    def __init__(self, job: Job, orders: Orders, total_steps: int) -> None:
-        self.job, self.orders, self.total_steps = job, orders, total_steps
+    def __init__(self, job: Job, orders: Orders, total_steps: int, best: BestModel) -> None:
+        self.job, self.orders, self.total_steps, self.best = job, orders, total_steps, best
         asked = job.spec.recovery.save_steps
         self.every = -(-total_steps // CHECKPOINTS_A_RUN) if asked is None else asked
         self.staging = job.paths.checkpoints / checkpoints.STAGING
@@ -90,7 +92,7 @@ class Checkpointer(TrainerCallback):
 
     def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
         """Agree on stopping and saving; the last step is saved as the final model instead."""
-        wish = self._agree_on(self._wish())
+        wish = self.agree_on(self._wish())
         if state.global_step >= state.max_steps:
             return
         if wish != NO:
@@ -142,7 +144,7 @@ class Checkpointer(TrainerCallback):
         """Return how long the next save takes, in seconds."""
         return 1.0 + (1.5 * self.save_s if self.save_s else self._needed_bytes() / SLOW_DISK_BYTES_PER_S)
 
-    def _agree_on(self, value: int) -> int:
+    def agree_on(self, value: int) -> int:
         """Return the largest value of all ranks; a collective call."""
         if self.group is None:
             return value
@@ -196,7 +198,7 @@ class Checkpointer(TrainerCallback):
             self.errors.append(str(error))
 
     def _all_good(self) -> bool:
-        return self._agree_on(int(bool(self.errors))) == 0
+        return self.agree_on(int(bool(self.errors))) == 0
 
     def _prepare(self) -> None:
         """Make an empty staging folder where there is room; rank 0 does."""
@@ -254,7 +256,8 @@ class Checkpointer(TrainerCallback):
         checkpoints.sync(final.parent)
         self.saved_bytes = manifest.total_bytes
         keep = self.job.spec.recovery.save_total_limit
-        removed = checkpoints.rotate(final.parent, keep, known_good=(final.name,))
+        spared = self.best.spared(self.trainer.state)
+        removed = checkpoints.rotate(final.parent, keep, known_good=(final.name,), spared=spared)
         self.job.events.write(
             "checkpoint",
             step=step,

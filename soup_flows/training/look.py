@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from soup_flows.data.formats import iter_examples
 from soup_flows.data.masking import encode
 from soup_flows.data.report import better_answer
+from soup_flows.data.sources import is_here
 from soup_flows.data.values import Dropped, Encoded
 from soup_flows.errors import Refused
 from soup_flows.spec import TrainingSpec
@@ -44,6 +45,8 @@ def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens": len(tokenizer), "has_eos": tokenizer.eos_token_id is not None}
     lost: Counter[str] = Counter()
     kept = stops = largest = 0
+    if not is_here(spec.dataset):
+        return found
     try:
         for example in itertools.islice(iter_examples(spec.dataset), ROWS):
             row = (
@@ -91,6 +94,11 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
     return found
 
 
+def look_at(spec: TrainingSpec) -> dict[str, Any]:
+    """Return the fields of `Seen`."""
+    return look_at_tokenizer(spec) | look_at_model(spec)
+
+
 def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
@@ -98,5 +106,5 @@ def _short(error: BaseException) -> str:
 if __name__ == "__main__":
     asked = TrainingSpec.model_validate_json(sys.stdin.read())
     with contextlib.redirect_stdout(sys.stderr):
-        answer = look_at_tokenizer(asked) | look_at_model(asked)
+        answer = look_at(asked)
     json.dump(answer, sys.stdout)

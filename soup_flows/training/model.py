@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import attention
+from soup_flows.training.hollow import agree_on_layout, gets_weights, hollow_model
 from soup_flows.training.prepare import load_tokenizer as load_tokenizer
 from soup_flows.training.proof import dtype_of
 
@@ -29,7 +30,7 @@ class UnsuitableModel(RuntimeError):
 
 
 def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = None) -> PreTrainedModel:
-    """Load the model; under ZeRO-3 it is partitioned while it is built.
+    """Load the model; under ZeRO-3 it is partitioned while it is built, under FSDP rank 0 alone reads it.
 
     `TrainingArguments` must exist by then, since Transformers reads the ZeRO stage from it.
 
@@ -57,16 +58,19 @@ def load_model(spec: TrainingSpec, plan: ShardingPlan, weights: str | None = Non
     if spec.training.method == "qlora":
         given |= quantised(compute)
     source = weights if weights and not spec.trains_adapters else spec.model
+    build: Any = hollow_model if gets_weights(spec, plan) else AutoModelForCausalLM.from_pretrained
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **given)
+        model = build(source, **given)
     except ValueError as error:
         if packs(spec) and "attention" in str(error):  # Transformers' words for a class without an interface
             raise UnsuitableModel(f"rows cannot be laid end to end: {error}") from None
         raise
     if packs(spec):
         refuse_signature(model)
+    if plan.engine == "fsdp" and plan.world_size > 1 and spec.training.method != "qlora":
+        agree_on_layout(model)
     model.config.use_cache = False
-    if not spec.trains_adapters or spec.training.task == "dpo":
+    if not spec.trains_adapters or spec.compares_answers:
         return model  # TRL puts the adapters itself, to use the model without them as the reference
     adapted = add_adapters(model, spec)
     if plan.gradient_checkpointing:
@@ -91,8 +95,8 @@ def load_adapters(model: Any, checkpoint: Path) -> None:
 
 
 def packs(spec: TrainingSpec) -> bool:
-    """Return whether rows are laid end to end; pairs of answers are padded by TRL."""
-    return spec.data.packing and spec.training.task != "dpo"
+    """Return whether rows are laid end to end; answers that are compared are padded by TRL."""
+    return spec.data.packing and not spec.compares_answers
 
 
 def refuse_mixing(config: Any) -> None:

@@ -1,13 +1,13 @@
-"""Preference tuning: TRL's `DPOTrainer` on the prepared pairs."""
+"""Preference tuning: TRL's DPO, KTO and ORPO trainers on the prepared rows."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from trl import DPOConfig, DPOTrainer
 
 from soup_flows.data.prepare import PreparedData
 from soup_flows.spec import TrainingSpec
@@ -16,16 +16,42 @@ from soup_flows.training.model import load_adapters, lora_config
 from soup_flows.training.rows import split_rows
 from soup_flows.training.saving import SavingTrainer
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 
-def pairs_of(spec: TrainingSpec, data: PreparedData) -> tuple[Dataset, Dataset | None]:
-    """Return the pairs to train on and the held-out ones; they are disjoint."""
-    pairs = _read(data.train.entry)
+
+def classes_of(task: str) -> tuple[Any, Any]:
+    """Return TRL's classes of the arguments and of the trainer for `dpo`, `kto` or `orpo`."""
+    if task == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        return DPOConfig, DPOTrainer
+    if task == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        return KTOConfig, KTOTrainer
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL 1.16 keeps ORPO under trl.experimental
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return ORPOConfig, ORPOTrainer
+
+
+def rows_of(spec: TrainingSpec, data: PreparedData) -> tuple[Dataset, Dataset | None]:
+    """Return the rows to train on and the held-out ones; they are disjoint."""
+    rows = _read(data.train.entry)
+    held_out: list[dict[str, Any]] = []
     if data.evaluation is not None:
-        return Dataset.from_list(pairs), Dataset.from_list(_read(data.evaluation.entry))
-    if not data.eval_rows:
-        return Dataset.from_list(pairs), None
-    train, held_out = split_rows(len(pairs), data.eval_rows, spec.training.seed)
-    return Dataset.from_list([pairs[i] for i in train]), Dataset.from_list([pairs[i] for i in held_out])
+        held_out = _read(data.evaluation.entry)
+    elif data.eval_rows:
+        chosen, others = split_rows(len(rows), data.eval_rows, spec.training.seed)
+        rows, held_out = [rows[i] for i in chosen], [rows[i] for i in others]
+    train = Dataset.from_list(rows)
+    if spec.training.task == "kto":
+        # KTOTrainer reads in order, and compares each prompt with the answer of the row before it
+        train = train.shuffle(seed=spec.training.seed)
+    return train, Dataset.from_list(held_out) if held_out else None
 
 
 def _read(entry: str) -> list[dict[str, Any]]:
@@ -33,22 +59,24 @@ def _read(entry: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-class PreferenceTrainer(SavingTrainer, DPOTrainer):
-    """TRL's trainer; the model as it was before training is the reference.
+class Preference(SavingTrainer, _Base):
+    """Put before one of TRL's trainers.
 
-    With adapters that is the model without them, else TRL loads a second copy and shards it like the first.
+    For `dpo` and `kto` the model as it was before training is the reference: with adapters the model without
+    them, else a second copy that TRL loads and shards like the first. `orpo` needs none.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.clock = WorkClock(self.args.device)
         self.step_tokens = 0
-        """Tokens of this rank's pairs in the present optimizer step, padding included."""
+        """Tokens of this rank's rows in the present optimizer step, padding included."""
 
     def get_batch_samples(self, *arguments: Any) -> Any:
         """Count the tokens of the step."""
         micro, items = super().get_batch_samples(*arguments)
-        self.step_tokens = sum(m["input_ids"].numel() for m in micro)
+        names = {n for m in micro for n in m if n.endswith("input_ids") and not n.startswith("prompt_")}
+        self.step_tokens = sum(m[name].numel() for m in micro for name in names)
         return micro, items
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
@@ -66,25 +94,26 @@ class PreferenceTrainer(SavingTrainer, DPOTrainer):
 def preference_trainer(
     spec: TrainingSpec,
     data: PreparedData,
-    arguments: DPOConfig,
+    arguments: Any,
     model: Any,
     tokenizer: Any,
     callbacks: list[Any],
     weights: str | None = None,
-) -> PreferenceTrainer:
+) -> Any:
     """Build the trainer; `arguments` must exist before `model` does.
 
     Args:
         spec: what was asked.
-        data: the prepared pairs.
+        data: the prepared rows.
         arguments: what `training_arguments` returned.
         model: without adapters.
         tokenizer: of the run.
         callbacks: of the run.
         weights: a checkpoint whose adapters are taken, or None.
     """
-    train, held_out = pairs_of(spec, data)
-    trainer = PreferenceTrainer(
+    _, base = classes_of(spec.training.task)
+    train, held_out = rows_of(spec, data)
+    trainer: Any = type(f"Soup{base.__name__}", (Preference, base), {})(
         model=model,
         args=arguments,
         train_dataset=train,

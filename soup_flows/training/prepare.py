@@ -17,6 +17,7 @@ from soup_flows.data.prepare import (
     PreparedSource,
     checked,
     entry_of,
+    fetch_sources,
     settings_of,
     sources_of,
 )
@@ -25,7 +26,9 @@ from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
 from soup_flows.errors import refuse
 from soup_flows.hardware import host
+from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
+from soup_flows.validation.deep import Seen, seen_file
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
@@ -40,6 +43,7 @@ def prepare_here(spec: TrainingSpec) -> PreparedData:
         Refused: as `soup_flows.data.prepare.prepare_data`.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive a fork
+    fetch_sources(spec)
     folder = tokenizer_folder(spec)
     tokenizer = load_tokenizer(spec)
     found = []
@@ -56,7 +60,7 @@ def _tokenise(spec: TrainingSpec, tokenizer: Any, entry: Path, source: str, fiel
     tally = Tally(source, tokenizer, limit)
     chunks = encode_source(source, tokenizer, settings, workers=worker_count(spec, source), field=field)
     report = write_entry(entry, chunks, tally, tokenizer)
-    check_kept(source, report.rows_kept, tally.dropped, field=field)
+    check_kept(source, report.rows_kept, tally.drops, field=field)
     return report
 
 
@@ -107,10 +111,26 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
     return tokenizer
 
 
+def prepare_and_look(spec: TrainingSpec) -> PreparedData:
+    """Prepare the data, and leave what the validation wants to see of model and rows (`validation.deep`).
+
+    Raises:
+        Refused: as `prepare_here`.
+    """
+    data = prepare_here(spec)
+    kept = seen_file(spec) if spec.validation.deep else None
+    if kept is not None and not kept.exists():
+        from soup_flows.training.look import look_at  # torch: after the tokenising processes were forked
+
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, Seen.model_validate(look_at(spec)).model_dump_json())
+    return data
+
+
 if __name__ == "__main__":
     raise SystemExit(
         answer(
             sys.argv[1:],
-            lambda text: prepare_here(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
+            lambda text: prepare_and_look(TrainingSpec.model_validate_json(text)).model_dump(mode="json"),
         )
     )

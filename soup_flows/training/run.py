@@ -26,6 +26,7 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
+from soup_flows.training.best import BestModel, restore_best
 from soup_flows.training.checkpointing import Checkpointer
 from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
@@ -106,7 +107,7 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     if trainer.checkpointer.stopped:
         _write_stopped(job, trainer)
         return
-    final = trainer.evaluate() if data.eval_rows else {}
+    final = restore_best(job, trainer, trainer.evaluate()) if data.eval_rows else {}
     live = live_logits(trainer, tokenizer)
     rank.heartbeat(trainer.state.global_step, "save")
     job.drill.at_save()
@@ -210,10 +211,11 @@ def build_trainer(job: Job, planned: Steps, data: PreparedData, tokenizer: Any) 
         cpu.force_fsdp(arguments)
     set_seed(job.spec.training.seed)
     weights = job.orders.checkpoint if job.orders.weights_only else None
-    reporter, checkpointer = Reporter(job), Checkpointer(job, job.orders, planned.total_steps)
-    callbacks: list[TrainerCallback] = [reporter, checkpointer]
+    reporter, best = Reporter(job), BestModel(job)
+    checkpointer = Checkpointer(job, job.orders, planned.total_steps, best)
+    callbacks: list[TrainerCallback] = [reporter, checkpointer, best]
     model = load_model(job.spec, plan, weights)
-    if job.spec.training.task == "dpo":
+    if job.spec.compares_answers:
         from soup_flows.training.preference import preference_trainer
 
         trainer: Any = preference_trainer(job.spec, data, arguments, model, tokenizer, callbacks, weights)

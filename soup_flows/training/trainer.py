@@ -25,6 +25,7 @@ from soup_flows.training.batches import (
     pad,
 )
 from soup_flows.training.clock import WorkClock
+from soup_flows.training.loss import loss_in_head, worth_it_from
 from soup_flows.training.saving import SavingTrainer
 
 
@@ -49,6 +50,7 @@ class SoupTrainer(SavingTrainer, Trainer):
         self.packing = packing
         pad_id = self.processing_class.pad_token_id
         self.collate = flatten if packing else functools.partial(pad, pad_id=pad_id or 0)
+        self.piecewise_from = worth_it_from(self.model)
         self.clock = WorkClock(self.args.device)
         self.step_tokens = 0
         """Tokens of this rank's rows in the present optimizer step."""
@@ -77,7 +79,7 @@ class SoupTrainer(SavingTrainer, Trainer):
     def token_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and the number of trained tokens of one micro batch.
 
-        Logits are computed at the trained positions only, where rows are laid end to end.
+        Where rows are laid end to end, logits are computed at the trained positions only, and a few at a time.
         """
         labels = inputs["shift_labels"]
         if not self.packing:
@@ -89,8 +91,12 @@ class SoupTrainer(SavingTrainer, Trainer):
         keep = (labels[0] != IGNORED).nonzero().flatten()
         if not keep.numel():
             keep = torch.zeros(1, dtype=torch.long, device=labels.device)  # its label is IGNORED: loss 0
-        logits = self.row_logits(model, inputs, keep)
         kept = labels[0, keep]
+        if keep.numel() >= self.piecewise_from:
+            with loss_in_head(self.model, kept):
+                loss = self.row_logits(model, inputs, keep).sum()
+            return loss, (kept != IGNORED).sum()
+        logits = self.row_logits(model, inputs, keep)
         loss = F.cross_entropy(logits.float(), kept, ignore_index=IGNORED, reduction="sum")
         return loss, (kept != IGNORED).sum()
 

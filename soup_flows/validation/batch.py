@@ -183,15 +183,30 @@ def high_dpo_rate(run: Context) -> Iterator[Found]:
 @rule(
     "BT013",
     "warning",
-    "training.dpo_beta",
+    "training.preference_beta",
     "nothing reads it",
-    fix="set training.task=dpo, or drop it",
-    source="this package: dpo_beta is read for the task dpo",
+    fix="set training.task=dpo, kto or orpo, or drop it",
+    source="this package: preference_beta is read for the tasks dpo, kto and orpo",
 )
 def idle_beta(run: Context) -> Iterator[Found]:
-    """`dpo_beta` chosen for another task than DPO."""
-    if run.spec.training.task != "dpo" and run.said("training", "dpo_beta"):
-        yield Found(f"dpo_beta={run.spec.training.dpo_beta:g} with training.task={run.spec.training.task}")
+    """`preference_beta` chosen for a task without preferences."""
+    train = run.spec.training
+    if train.task in ("sft", "pretrain") and run.said("training", "preference_beta"):
+        yield Found(f"preference_beta={train.preference_beta:g} with training.task={train.task}")
+
+
+@rule(
+    "BT014",
+    "error",
+    "training.per_device_train_batch_size",
+    "KTO compares each answer with that of another row of the same micro batch, and there is none",
+    fix="set per_device_train_batch_size to 2 or more; global_batch_size divided by the ranks must allow it",
+    source="trl 1.16, KTOTrainer: 'Actual (not effective) batch size must be > 1'",
+)
+def lonely_answers(run: Context) -> Iterator[Found]:
+    """KTO with a micro batch of one row."""
+    if run.spec.training.task == "kto" and run.plan.batch.per_device_train_batch_size < 2:
+        yield Found("a micro batch of 1 row")
 
 
 RULES = rules_in(globals())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from soup_flows.data.encoding import COMPARED
 from soup_flows.validation.table import ANY, TRANSFORMERS, Context, Found, rule, rules_in
 
 ABSOLUTE = ("n_positions", "n_ctx")
@@ -144,15 +145,14 @@ def dropped_rows(run: Context) -> Iterator[Found]:
     "error",
     "dataset",
     "they are compared, not learnt",
-    fix="set training.task=dpo for chosen and rejected answers, or keep the better answer as a conversation",
+    fix="set training.task to dpo or orpo (chosen and rejected answers) or kto (labels), or keep the better "
+    "answer as a conversation",
     source="Rafailov et al. 2023 (DPO): pairs need a loss of their own",
 )
 def preference_rows(run: Context) -> Iterator[Found]:
     """Preference rows where answers are learnt."""
     pairs = sorted(run.data.kinds & {"preference", "kto"})
-    if pairs == ["preference"] and run.spec.training.task == "dpo":
-        return
-    if pairs:
+    if pairs and not set(pairs) <= set(COMPARED.get(run.spec.training.task, ())):
         yield Found(f"{run.spec.dataset} holds {' and '.join(pairs)} rows")
 
 
@@ -223,10 +223,34 @@ def all_held_out(run: Context) -> Iterator[Found]:
     source="Rafailov et al. 2023 (DPO): pairs of answers",
 )
 def no_pairs(run: Context) -> Iterator[Found]:
-    """Rows without pairs of answers for the task DPO."""
+    """Rows without pairs of answers for the tasks DPO and ORPO."""
     others = sorted(run.data.kinds - {"preference"})
-    if run.spec.training.task == "dpo" and others:
+    if run.spec.training.task in ("dpo", "orpo") and others:
         yield Found(f"{run.spec.dataset} holds {' and '.join(others)} rows")
+
+
+@rule(
+    "DA014",
+    "error",
+    "training.eval_steps",
+    "nothing is evaluated during training, so there is no best step and no reason to stop",
+    fix="set training.eval_steps, and data.eval_dataset or data.eval_split",
+    source="transformers/trainer_callback.py, EarlyStoppingCallback: needs evaluations",
+)
+def nothing_to_compare(run: Context) -> Iterator[Found]:
+    """Early stopping or the best checkpoint without evaluations."""
+    train, held_out = run.spec.training, run.spec.data.eval_dataset or run.spec.data.eval_split
+    asked = [
+        name
+        for name, on in (
+            ("early_stopping_patience", train.early_stopping_patience is not None),
+            ("load_best_model_at_end", train.load_best_model_at_end),
+        )
+        if on
+    ]
+    if asked and not (train.eval_steps and held_out):
+        what = "no held-out rows" if train.eval_steps else "no eval_steps"
+        yield Found(f"{' and '.join(asked)} with {what}")
 
 
 RULES = rules_in(globals())

@@ -10,10 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from soup_flows.errors import Problem
+from soup_flows.data.prepare import cache_folder, entry_of, sha256
+from soup_flows.errors import Problem, Refused
+from soup_flows.manifest import library_versions
+from soup_flows.paths import write_atomic
+from soup_flows.resume import digest
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation.table import PEFT, TRANSFORMERS, Found, Rule, rule, rules_in
 
@@ -221,8 +226,43 @@ def _reasons(sight: Sight) -> str:
 RULES: tuple[Rule[Sight], ...] = rules_in(globals())
 
 
+def seen_file(spec: TrainingSpec) -> Path | None:
+    """Return where a look is kept: its name is a hash of all that it looks at; None where that is not local.
+
+    `prepare dataset` leaves it there, since its process has the libraries loaded that a look needs.
+    """
+    folder = Path(spec.model).expanduser()
+    try:
+        data = entry_of(spec, folder, spec.dataset, "dataset").name
+        model = [
+            (file.name, sha256(file)) for file in sorted((*folder.glob("config.json"), *folder.glob("*.py")))
+        ]
+    except (OSError, Refused):
+        return None
+    if not model:
+        return None
+    method = [spec.training.method, spec.lora.model_dump(), spec.trust_remote_code]
+    facts = [data, model, method, library_versions(), list(Seen.model_fields)]
+    return cache_folder(spec) / "look" / f"{digest(facts)[:32]}.json"
+
+
 def look(spec: TrainingSpec) -> Seen | str:
-    """Look at model, tokenizer and first rows in a child process; returns the reason where that fails."""
+    """Return what was seen of model, tokenizer and first rows; the reason where a look fails."""
+    kept = seen_file(spec)
+    if kept is not None:
+        try:
+            return Seen.model_validate_json(kept.read_bytes())
+        except (OSError, ValidationError):
+            pass
+    seen = _look_now(spec)
+    if kept is not None and isinstance(seen, Seen):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, seen.model_dump_json())
+    return seen
+
+
+def _look_now(spec: TrainingSpec) -> Seen | str:
+    """Look in a child process, so that torch is never imported here."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(

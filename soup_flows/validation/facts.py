@@ -13,6 +13,7 @@ from typing import Any
 from soup_flows.architecture.files import folder_shapes
 from soup_flows.data.formats import load_examples
 from soup_flows.data.reading import list_files
+from soup_flows.data.sources import is_here
 from soup_flows.errors import Problem, Refused
 from soup_flows.sharding import read_model_config
 from soup_flows.spec import TrainingSpec
@@ -207,7 +208,7 @@ def look_at_data(spec: TrainingSpec) -> tuple[DataFacts, list[Problem]]:
     facts = DataFacts()
     problems: list[Problem] = []
     for setting, source in (("dataset", spec.dataset), ("data.eval_dataset", spec.data.eval_dataset)):
-        if source is None:
+        if source is None or not is_here(source):  # `prepare dataset` fetches it
             continue
         try:
             rows = load_examples(source, field=setting, limit=LOOK_AT_ROWS)

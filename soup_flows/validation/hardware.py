@@ -32,7 +32,13 @@ def _loaded_bytes(run: Context) -> int | None:
     count = run.model.parameters
     if count is None or run.stage == 3:
         return None
-    return count * (4 if _load_dtype(run) == "float32" else 2) * run.plan.ranks_per_node
+    return count * (4 if _load_dtype(run) == "float32" else 2) * _readers(run)
+
+
+def _readers(run: Context) -> int:
+    """Return how many ranks of a node read the weights: under FSDP rank 0, except of 4-bit weights."""
+    one = run.plan.engine == "fsdp" and run.spec.training.method != "qlora"
+    return 1 if one else run.plan.ranks_per_node
 
 
 def _load_dtype(run: Context) -> str:
@@ -45,7 +51,7 @@ def _load_dtype(run: Context) -> str:
 def _too_much(run: Context, converted: bool) -> Iterator[Found]:
     need, usable = _loaded_bytes(run), run.hardware.host_memory.usable_bytes
     if need is not None and need > usable and (_load_dtype(run) != run.model.dtype) is converted:
-        ranks = run.plan.ranks_per_node
+        ranks = _readers(run)
         yield Found(
             f"{ranks} rank(s) load {need / ranks / GIB:.1f} GiB each and {usable / GIB:.1f} GiB of memory can be used"
         )
@@ -56,8 +62,9 @@ def _too_much(run: Context, converted: bool) -> Iterator[Found]:
     "error",
     "gpus",
     "the kernel kills a rank while the model is loaded, without a traceback (exit code -9)",
-    fix="use deepspeed=zero3 (rank 0 alone reads the weights), fewer ranks, or a machine with more memory",
-    source="huggingface/transformers#43749: every rank loads every weight, efficient loading or not",
+    fix="use deepspeed=zero3 or fsdp=full_shard (rank 0 alone reads the weights), fewer ranks, or a machine "
+    "with more memory",
+    source="soup_flows/training/model.py: DDP and ZeRO 1 and 2 load a whole copy on every rank",
     versions=f"{TRANSFORMERS}, {ACCELERATE}",
 )
 def loading(run: Context) -> Iterator[Found]:
@@ -70,8 +77,9 @@ def loading(run: Context) -> Iterator[Found]:
     "warning",
     "gpus",
     "loading is slow, and a rank may be killed, if the file cache cannot hold the weights",
-    fix="use deepspeed=zero3 (rank 0 alone reads the weights), fewer ranks, or a machine with more memory",
-    source="huggingface/transformers#43749: every rank loads every weight; equal dtypes stay memory-mapped",
+    fix="use deepspeed=zero3 or fsdp=full_shard (rank 0 alone reads the weights), fewer ranks, or a machine "
+    "with more memory",
+    source="soup_flows/training/model.py: DDP and ZeRO 1 and 2 map a copy on every rank; equal dtypes stay mapped",
     versions=f"{TRANSFORMERS}, {ACCELERATE}",
 )
 def mapping(run: Context) -> Iterator[Found]:
@@ -83,12 +91,14 @@ def mapping(run: Context) -> Iterator[Found]:
     "HW043",
     "warning",
     "dataset",
-    "every rank keeps all rows as tokens, and the kernel may kill one",
+    "TRL keeps all answers as text and tokens on every rank, and the kernel may kill one",
     fix="use fewer rows or ranks, or a machine with more memory",
     source="this package: about 11 bytes of memory per byte of text and rank",
 )
 def rows_in_memory(run: Context) -> Iterator[Found]:
-    """Data that may not fit the host's memory once it is tokenised on every rank."""
+    """Answers to compare that may not fit the host's memory; other rows are mapped from disk, once for all ranks."""
+    if not run.spec.compares_answers:
+        return
     need = run.data.bytes * TOKENISED * run.plan.ranks_per_node
     usable = run.hardware.host_memory.usable_bytes
     if need > usable:

@@ -86,6 +86,28 @@ def test_dpo_prefers_the_chosen_answers(
 
 @pytest.mark.ranks
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("task", "preset", "method", "rate"),
+    [("kto", "zero2", "lora", 1e-2), ("orpo", "full_shard", "full", 1e-3)],
+)
+def test_other_ways_to_prefer(
+    finished: Runner, pairs: dict[str, str], task: str, preset: str, method: str, rate: float
+) -> None:
+    report = finished(
+        preset, task=task, method=method, learning_rate=rate,
+        dataset=pairs["dataset"], data={"eval_dataset": pairs["eval_dataset"]},
+    )  # fmt: skip
+    if task == "kto":  # each pair is two rows; nothing is preferred yet: 1 - sigmoid(0)
+        assert report.train_rows == 2 * len(Path(pairs["dataset"]).read_text().splitlines())
+        assert report.first_loss == pytest.approx(0.5, abs=1e-2)
+    assert report.eval_loss < report.first_eval_loss - 0.02
+    assert report.proof is not None
+    assert not report.proof.failures
+    assert events(report, "verified")[0]["difference"] < 1e-3
+
+
+@pytest.mark.ranks
+@pytest.mark.long
 def test_pretrain_learns_every_token(finished: Runner, assets: dict[str, str]) -> None:
     report = finished("zero1", task="pretrain", data={"max_length": 32})
     rows = len(Path(assets["dataset"]).read_text().splitlines())

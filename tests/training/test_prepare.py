@@ -17,6 +17,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.training.prepare import prepare_here
 from soup_flows.training.rows import StoredRows, prepared, token_rows
+from soup_flows.validation.deep import Seen, look
 
 
 @pytest.fixture
@@ -42,7 +43,9 @@ def stamps(data: PreparedData) -> dict[str, int]:
 
 
 @pytest.mark.ranks
-def test_a_second_call_tokenises_nothing(spec: Callable[..., TrainingSpec], assets: dict[str, str]) -> None:
+def test_a_second_call_tokenises_nothing(
+    spec: Callable[..., TrainingSpec], assets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cached_data(spec()) is None
     first = prepare_data(spec(eval_dataset=assets["eval_dataset"]))  # in a process of its own
     written = stamps(first)
@@ -51,6 +54,11 @@ def test_a_second_call_tokenises_nothing(spec: Callable[..., TrainingSpec], asse
     assert stamps(first) == written
     assert first.train_rows == first.train.rows == len(lines(assets["dataset"]))
     assert first.eval_rows == len(lines(assets["eval_dataset"]))
+    monkeypatch.setattr("sys.executable", "/nothing")  # what the validation looks at was left there too
+    seen = look(spec(eval_dataset=assets["eval_dataset"]))
+    assert isinstance(seen, Seen)
+    assert (seen.kept, seen.wrap_found) == (first.train_rows, ("LlamaDecoderLayer",))
+    assert isinstance(look(spec(max_length=32)), str)
 
 
 def test_what_changes_the_tokens_changes_the_entry(
@@ -166,6 +174,25 @@ def test_without_the_task_the_first_rank_prepares(spec: Callable[..., TrainingSp
     paths = RunPaths(tmp_path / "run").create()
     first = prepared(spec(), paths, is_main=True)
     assert prepared(spec(), paths, is_main=False) == first == cached_data(spec())
+
+
+def test_kto_takes_labels_and_pairs(spec: Callable[..., TrainingSpec], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"prompt": "q", "completion": "good", "label": True},
+        {"prompt": "q", "completion": "bad", "label": False},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    labelled = prepare_here(spec(file, task="kto"))
+    file.write_text(json.dumps({"prompt": "q", "chosen": "good", "rejected": "bad"}) + "\n")
+    paired = prepare_here(spec(file, task="kto"))
+    assert labelled.train_rows == paired.train_rows == 2
+    stored = [(Path(data.train.entry) / "pairs.jsonl").read_text() for data in (labelled, paired)]
+    assert stored[0] == stored[1]
+    for task, words in (("dpo", "`chosen` and `rejected`"), ("orpo", "`chosen` and `rejected`")):
+        file.write_text(json.dumps(rows[0]) + "\n")
+        with pytest.raises(Refused, match=words):
+            prepare_here(spec(file, task=task))
 
 
 def test_pairs_are_stored_for_dpo(spec: Callable[..., TrainingSpec], tmp_path: Path) -> None:

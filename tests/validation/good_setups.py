@@ -585,7 +585,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "alignment-handbook, Zephyr DPO full": {
         **EIGHT,
         "deepspeed": "zero3",
-        "training": {"task": "dpo", "dpo_beta": 0.01, "learning_rate": 5e-7, "global_batch_size": 128},
+        "training": {"task": "dpo", "preference_beta": 0.01, "learning_rate": 5e-7, "global_batch_size": 128},
     },
     "alignment-handbook, Zephyr DPO LoRA": {
         **EIGHT,

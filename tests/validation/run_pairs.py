@@ -84,6 +84,10 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec": train(lr_scheduler_type="constant")},
     ),
     "BT010": ({"spec": train(learning_rate=2e-3)}, {"spec": train(learning_rate=2e-3, method="lora")}),
+    "BT014": (
+        {"spec": train(task="kto", per_device_train_batch_size=1)},
+        {"spec": train(task="kto", per_device_train_batch_size=2)},
+    ),
     "BT011": (
         {"spec": train(per_device_train_batch_size=6)},
         {"spec": train(per_device_train_batch_size=8)},
@@ -92,7 +96,10 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec": train(task="dpo", learning_rate=2e-5), "rows": PAIRS},
         {"spec": train(task="dpo", learning_rate=1e-6), "rows": PAIRS},
     ),
-    "BT013": ({"spec": train(dpo_beta=0.5)}, {"spec": train(task="dpo", dpo_beta=0.5), "rows": PAIRS}),
+    "BT013": (
+        {"spec": train(preference_beta=0.5)},
+        {"spec": train(task="dpo", preference_beta=0.5), "rows": PAIRS},
+    ),
     "DT003": (
         {"on": machine("T4"), "model": {}},
         {"on": machine("T4"), "model": {"config": {"dtype": "float16"}}},
@@ -371,6 +378,10 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "environ": lambda folder: {"TORCH_EXTENSIONS_DIR": str(folder / "ext")},
         },
     ),
+    "DA014": (
+        {"spec": {**train(load_best_model_at_end=True), "data": {"eval_split": 0.1}}},
+        {"spec": {**train(early_stopping_patience=2, eval_steps=3), "data": {"eval_split": 0.1}}},
+    ),
     "EN005": (
         {"plan": zero(offload_optimizer={"device": "cpu"}), "on": machine(ninja=False)},
         {"plan": zero(offload_param={"device": "cpu"}), "on": machine(ninja=False)},
@@ -397,15 +408,18 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "HW041": ({"on": MIG}, {"on": MIG, "spec": {"gpus": 1}}),
     "HW042": (
         {"model": EIGHT_B, "on": SMALL_HOST},
-        {"model": EIGHT_B, "on": SMALL_HOST, "spec": ZERO3},
+        {"model": EIGHT_B, "on": SMALL_HOST, "spec": {"fsdp": "full_shard"}},
     ),
     "HW044": (
         {"model": {"parameters": 16 * 10**9}, "on": SMALL_HOST, "spec": LORA},
         {"model": EIGHT_B, "on": SMALL_HOST, "spec": LORA},
     ),
     "HW043": (
+        {
+            "on": machine(host_memory=HostMemory(total_bytes=GIB, available_bytes=100_000)),
+            "spec": train(task="dpo"),
+        },
         {"on": machine(host_memory=HostMemory(total_bytes=GIB, available_bytes=100_000))},
-        {"on": machine(host_memory=HostMemory(total_bytes=GIB, available_bytes=200_000))},
     ),
     "SE001": ({"spec": {"trust_remote_code": True}}, {}),
     "SE002": (

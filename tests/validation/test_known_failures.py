@@ -109,10 +109,10 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
         },
         "DS011",
     ),
-    "every rank loads the whole model (transformers#43749)": (
+    "every rank loads the whole model": (
         None,
         {
-            "spec": {"fsdp": "full_shard", "gpus": 8},
+            "spec": {"strategy": "ddp", "gpus": 8},
             "model": {"parameters": 8 * 10**9},
             "on": machine("A100", 8, host_memory=HostMemory(total_bytes=128 * GIB, available_bytes=120 * GIB)),
         },
