@@ -15,6 +15,7 @@ from soup_flows.flows import run_training
 from soup_flows.hooks import sweep_run
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
+    BlockNames,
     DataSettings,
     DeepSpeedPreset,
     Device,
@@ -54,6 +55,7 @@ def soup_train(
     recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
     validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+    blocks: BlockNames = BlockNames(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))

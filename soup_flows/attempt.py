@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
@@ -12,36 +13,65 @@ from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
 from soup_flows.live import LiveView
+from soup_flows.mirror import Mirror
 from soup_flows.paths import write_json
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.store import Store
 
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 
-def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None]) -> Outcome:
+def run_attempt(
+    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], store: Store | None = None
+) -> Outcome:
     """Lease the devices, run the attempt on them and return how it ended; see `soup_flows.launch.run.run`.
 
     Args:
         launch: the attempt; with a lease its CUDA_VISIBLE_DEVICES is replaced by the leased devices.
         logger: takes rank 0's lines in batches, and for whom the run waits.
-        should_stop: asked about once a second, also while waiting for devices.
+        should_stop: asked about once a second, also while waiting for devices and uploads.
+        store: where checkpoints and the model are copied to.
 
     Raises:
         Refused: if the machine has too few healthy devices.
         TrainingFailed: if the devices did not become free in time.
     """
     view = LiveView(launch)
+    mirror = Mirror(store, launch.paths, launch.attempt) if store is not None else None
+
+    def on_events(events: Sequence[dict[str, Any]]) -> None:
+        if mirror is not None:
+            mirror.on_events(events)
+        view.on_events(events)
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
         return run(
             plan,
             on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
-            on_events=view.on_events,
+            on_events=on_events,
             should_stop=should_stop,
             lease_fds=fds,
         )
 
+    try:
+        outcome = _start_on_devices(launch, start, logger, should_stop)
+    except BaseException:
+        if mirror is not None:
+            mirror.abandon()
+        raise
+    if mirror is not None:
+        mirror.finish(should_stop)
+    return outcome
+
+
+def _start_on_devices(
+    launch: LaunchPlan,
+    start: Callable[..., Outcome],
+    logger: Logger,
+    should_stop: Callable[[], str | None],
+) -> Outcome:
+    """Lease what the attempt needs, then start it."""
     if launch.lease is None:
         return start(launch)
     with leased(

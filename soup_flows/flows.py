@@ -22,6 +22,7 @@ from soup_flows.artifacts import (
     save_validation,
 )
 from soup_flows.attempts import check_restarts, reconcile
+from soup_flows.block_use import apply_blocks
 from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
@@ -35,6 +36,7 @@ from soup_flows.recovery import begin, decide, move_weights, wait
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
+    BlockNames,
     DataSettings,
     DeepSpeedPreset,
     Device,
@@ -85,6 +87,7 @@ def soup_train(
     recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
     launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
     validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+    blocks: BlockNames = BlockNames(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -107,6 +110,7 @@ def soup_train(
         recovery: What is saved on the way, what a run goes on from, and what happens after a failure.
         launcher: How the processes are started, watched and stopped.
         validation: Which findings of the validation count: silenced rules, and warnings as errors.
+        blocks: Names of blocks: credentials, tracker, checkpoint store, placement.
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too. A run that was
@@ -166,7 +170,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
             if not decision.retry or wait(decision.wait_s, ready.paths):
                 save_report(report)
-                if report.failure_class == "cancelled" and cancel_was_asked():
+                if cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.
                     return Cancelled(message=str(failed))
                 raise
@@ -185,7 +189,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
 
 def _make_ready(values: Mapping[str, Any], run_id: str) -> Ready | TrainReport:
     """Detect, prepare, plan, validate and write; a report when this work is finished already."""
-    spec = parse_spec(values)
+    spec = apply_blocks(parse_spec(values))
     _check_output_outlives_the_run(spec)
     spec = resolve_demo(spec)
     paths = RunPaths.of(spec.output_dir, run_id)

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 Note = Callable[[Path, list[str]], None]
 
-FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "gpus", "device", "deepspeed", "fsdp",
-                         "deepspeed_config", "strategy", "nvme_path", "trust_remote_code", "dataset"})  # fmt: skip
+FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "blocks", "gpus", "device",
+                         "deepspeed", "fsdp", "deepspeed_config", "strategy", "nvme_path", "trust_remote_code",
+                         "dataset"})  # fmt: skip
 """Settings that may differ when a run goes on, or are compared otherwise (strategy, data, world size)."""
 FREE_FIELDS = frozenset({"training.per_device_train_batch_size", "training.gradient_checkpointing",
                          "training.logging_steps", "training.eval_steps", "training.dtype",
@@ -97,7 +98,9 @@ def work_hash(spec: TrainingSpec, content: str | None) -> str:
     root = Path(__file__).parent
     for file in sorted(root.rglob("*.py")):
         code.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    settings = spec.model_dump(mode="json", exclude={"output_dir", "recovery", "launcher", "validation"})
+    settings = spec.model_dump(
+        mode="json", exclude={"output_dir", "recovery", "launcher", "validation", "blocks"}
+    )
     return digest([settings, content or spec.dataset, code.hexdigest(), library_versions()])
 
 

@@ -205,6 +205,20 @@ class LauncherSettings(Group):
         return self
 
 
+class BlockNames(Group):
+    """Settings and secrets that are kept in Prefect as blocks, by name."""
+
+    hugging_face: str | None = Field(None, min_length=1, title="Hugging Face credentials")
+    """Block of the type Soup Hugging Face Credentials; the ranks get its token as HF_TOKEN."""
+    tracker: str | None = Field(None, min_length=1, title="Experiment tracker")
+    """Block of the type Soup Experiment Tracker; rank 0 reports there."""
+    checkpoint_store: str | None = Field(None, min_length=1, title="Checkpoint store")
+    """Block of the type Soup Checkpoint Store; checkpoints and the model are copied there, and a run that comes
+    back on another machine goes on from there."""
+    placement: str | None = Field(None, min_length=1, title="Placement")
+    """Block of the type Soup Placement, with the defaults of a GPU host."""
+
+
 class TrainingSpec(Group):
     """One fine-tuning job. Strict: unknown keys and contradictions are errors.
 
@@ -246,6 +260,8 @@ class TrainingSpec(Group):
     """How the processes are started, watched and stopped."""
     validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")
     """Which findings of the validation count."""
+    blocks: BlockNames = Field(default_factory=BlockNames, title="Blocks")
+    """Settings and secrets that are kept in Prefect as blocks, by name."""
 
     @field_validator("gpus", mode="before")
     @classmethod

@@ -5,7 +5,6 @@ The looking is done in a child process (`soup_flows.training.look`), so that tor
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from soup_flows.errors import Problem
+from soup_flows.lent import run_environment
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation.table import PEFT, TRANSFORMERS, Found, Rule, rule, rules_in
 
@@ -206,7 +206,7 @@ RULES: tuple[Rule[Sight], ...] = rules_in(globals())
 
 def look(spec: TrainingSpec) -> Seen | str:
     """Look at model, tokenizer and first rows in a child process; returns the reason where that fails."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environ = {**run_environment(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "soup_flows.training.look"],
