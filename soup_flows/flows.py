@@ -37,17 +37,30 @@ from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     BlockNames,
+    Blocks,
+    Data,
+    Dataset,
     DataSettings,
-    DeepSpeedPreset,
-    Device,
-    FSDPPreset,
-    GpuCount,
+    DeepSpeedChoice,
+    DeepSpeedFile,
+    DeviceChoice,
+    FSDPChoice,
+    Gpus,
+    Launcher,
     LauncherSettings,
+    Lora,
     LoraSettings,
-    PlainStrategy,
+    Model,
+    NvmeFolder,
+    OutputDir,
+    Recovery,
     RecoverySettings,
+    Strategy,
+    Training,
     TrainingSettings,
     TrainingSpec,
+    TrustRemoteCode,
+    Validation,
     ValidationSettings,
     parse_spec,
 )
@@ -70,24 +83,24 @@ from soup_flows.tasks import (
     on_crashed=[sweep_run],
 )
 def soup_train(
-    model: str,
-    dataset: str,
-    output_dir: str = "outputs",
-    deepspeed: DeepSpeedPreset | None = None,
-    fsdp: FSDPPreset | None = None,
-    deepspeed_config: str | None = None,
-    strategy: PlainStrategy = "auto",
-    gpus: GpuCount = "auto",
-    device: Device = "auto",
-    nvme_path: str | None = None,
-    trust_remote_code: bool = False,
-    training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
-    lora: LoraSettings = LoraSettings(),  # noqa: B008
-    data: DataSettings = DataSettings(),  # noqa: B008
-    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
-    launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
-    blocks: BlockNames = BlockNames(),  # noqa: B008
+    model: Model,
+    dataset: Dataset,
+    output_dir: OutputDir = "outputs",
+    deepspeed: DeepSpeedChoice = None,
+    fsdp: FSDPChoice = None,
+    deepspeed_config: DeepSpeedFile = None,
+    strategy: Strategy = "auto",
+    gpus: Gpus = "auto",
+    device: DeviceChoice = "auto",
+    nvme_path: NvmeFolder = None,
+    trust_remote_code: TrustRemoteCode = False,
+    training: Training = TrainingSettings(),  # noqa: B008 (a frozen value)
+    lora: Lora = LoraSettings(),  # noqa: B008
+    data: Data = DataSettings(),  # noqa: B008
+    recovery: Recovery = RecoverySettings(),  # noqa: B008
+    launcher: Launcher = LauncherSettings(),  # noqa: B008
+    validation: Validation = ValidationSettings(),  # noqa: B008
+    blocks: Blocks = BlockNames(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -114,7 +127,7 @@ def soup_train(
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too. A run that was
-        cancelled in Prefect ends in the state Cancelled.
+        cancelled in Prefect, or stopped on request, ends in the state Cancelled.
 
     Raises:
         Refused: nothing was started; all problems, each with its fix.
@@ -170,7 +183,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
             if not decision.retry or wait(decision.wait_s, ready.paths):
                 save_report(report)
-                if cancel_was_asked():
+                if report.failure_class == "cancelled" or cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.
                     return Cancelled(message=str(failed))
                 raise

@@ -16,14 +16,23 @@ from soup_flows.gpus import GPUS
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
     BlockNames,
+    Blocks,
+    Data,
+    Dataset,
     DataSettings,
-    DeepSpeedPreset,
-    Device,
-    FSDPPreset,
-    GpuCount,
+    DeepSpeedChoice,
+    DeepSpeedFile,
+    DeviceChoice,
+    FSDPChoice,
+    Gpus,
+    Lora,
     LoraSettings,
-    PlainStrategy,
+    Model,
+    NvmeFolder,
+    Strategy,
+    Training,
     TrainingSettings,
+    TrustRemoteCode,
     parse_spec,
 )
 
@@ -35,22 +44,22 @@ GpuName = Annotated[
 # parse_spec explains wrong parameters itself, all at once
 @flow(name="soup-plan", validate_parameters=False)
 def soup_plan(
-    model: str,
-    dataset: str,
+    model: Model,
+    dataset: Dataset,
     gpu: GpuName = None,
     nodes: Annotated[int, Field(ge=1, title="Machines")] = 1,
-    deepspeed: DeepSpeedPreset | None = None,
-    fsdp: FSDPPreset | None = None,
-    deepspeed_config: str | None = None,
-    strategy: PlainStrategy = "auto",
-    gpus: GpuCount = "auto",
-    device: Device = "auto",
-    nvme_path: str | None = None,
-    trust_remote_code: bool = False,
-    training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
-    lora: LoraSettings = LoraSettings(),  # noqa: B008
-    data: DataSettings = DataSettings(),  # noqa: B008
-    blocks: BlockNames = BlockNames(),  # noqa: B008
+    deepspeed: DeepSpeedChoice = None,
+    fsdp: FSDPChoice = None,
+    deepspeed_config: DeepSpeedFile = None,
+    strategy: Strategy = "auto",
+    gpus: Gpus = "auto",
+    device: DeviceChoice = "auto",
+    nvme_path: NvmeFolder = None,
+    trust_remote_code: TrustRemoteCode = False,
+    training: Training = TrainingSettings(),  # noqa: B008 (a frozen value)
+    lora: Lora = LoraSettings(),  # noqa: B008
+    data: Data = DataSettings(),  # noqa: B008
+    blocks: Blocks = BlockNames(),  # noqa: B008
 ) -> ShardingPlan:
     """Plan a fine-tune: strategy, batch, memory per rank, every candidate with its why-not, and the findings.
 

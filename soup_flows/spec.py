@@ -219,6 +219,27 @@ class BlockNames(Group):
     """Block of the type Soup Placement, with the defaults of a GPU host."""
 
 
+# The types of the spec's fields and of the flows' parameters, with the titles that Prefect's form shows.
+Model = Annotated[str, Field(min_length=1, title="Model")]
+Dataset = Annotated[str, Field(min_length=1, title="Data set")]
+OutputDir = Annotated[str, Field(min_length=1, title="Output folder")]
+DeepSpeedChoice = Annotated[DeepSpeedPreset | None, Field(title="DeepSpeed preset")]
+FSDPChoice = Annotated[FSDPPreset | None, Field(title="FSDP preset")]
+DeepSpeedFile = Annotated[str | None, Field(title="DeepSpeed JSON")]
+Strategy = Annotated[PlainStrategy, Field(title="Strategy without a preset")]
+Gpus = Annotated[GpuCount, Field(title="GPUs")]
+DeviceChoice = Annotated[Device, Field(title="Device")]
+NvmeFolder = Annotated[str | None, Field(title="NVMe folder")]
+TrustRemoteCode = Annotated[bool, Field(title="Run the model's own Python code")]
+Training = Annotated[TrainingSettings, Field(title="Training")]
+Lora = Annotated[LoraSettings, Field(title="LoRA")]
+Data = Annotated[DataSettings, Field(title="Data")]
+Recovery = Annotated[RecoverySettings, Field(title="Recovery")]
+Launcher = Annotated[LauncherSettings, Field(title="Launcher")]
+Validation = Annotated[ValidationSettings, Field(title="Validation")]
+Blocks = Annotated[BlockNames, Field(title="Blocks")]
+
+
 class TrainingSpec(Group):
     """One fine-tuning job. Strict: unknown keys and contradictions are errors.
 
@@ -226,41 +247,41 @@ class TrainingSpec(Group):
         pydantic.ValidationError: use `parse_spec` to get `Refused` with readable problems instead.
     """
 
-    model: str = Field(min_length=1, title="Model")
+    model: Model
     """Folder with `config.json`, or a Hub id; `demo://tiny-llama` builds a tiny random model."""
-    dataset: str = Field(min_length=1, title="Data set")
+    dataset: Dataset
     """JSONL or JSON file; `demo://stdlib-qa` is made from the standard library's documentation."""
-    output_dir: str = Field("outputs", min_length=1, title="Output folder")
+    output_dir: OutputDir = "outputs"
     """Runs are kept in `<output_dir>/runs/<run id>/`."""
-    deepspeed: DeepSpeedPreset | None = Field(None, title="DeepSpeed preset")
+    deepspeed: DeepSpeedChoice = None
     """DeepSpeed ZeRO preset; not together with `fsdp` or `deepspeed_config`."""
-    fsdp: FSDPPreset | None = Field(None, title="FSDP preset")
+    fsdp: FSDPChoice = None
     """PyTorch FSDP2 preset; not together with `deepspeed` or `deepspeed_config`."""
-    deepspeed_config: str | None = Field(None, title="DeepSpeed JSON")
+    deepspeed_config: DeepSpeedFile = None
     """Path of your own DeepSpeed JSON, used byte for byte."""
-    strategy: PlainStrategy = Field("auto", title="Strategy without a preset")
+    strategy: Strategy = "auto"
     """`auto` picks the least sharding that fits; `single` and `ddp` are strategies without a preset."""
-    gpus: GpuCount = Field("auto", title="GPUs")
+    gpus: Gpus = "auto"
     """GPUs of this machine (one rank each), or CPU ranks with `device=cpu`."""
-    device: Device = Field("auto", title="Device")
+    device: DeviceChoice = "auto"
     """`cpu` runs the ranks on CPU over gloo: rehearsals, tests, the demo."""
-    nvme_path: str | None = Field(None, title="NVMe folder")
+    nvme_path: NvmeFolder = None
     """Folder on a local NVMe disk for `zero3_nvme`."""
-    trust_remote_code: bool = Field(False, title="Run the model's own Python code")
+    trust_remote_code: TrustRemoteCode = False
     """Off unless you asked for it: the model repository's code runs with your rights."""
-    training: TrainingSettings = Field(default_factory=TrainingSettings, title="Training")
+    training: Training = TrainingSettings()
     """How the model is trained."""
-    lora: LoraSettings = Field(default_factory=LoraSettings, title="LoRA")
+    lora: Lora = LoraSettings()
     """Adapter settings, used when `training.method` is `lora` or `qlora`."""
-    data: DataSettings = Field(default_factory=DataSettings, title="Data")
+    data: Data = DataSettings()
     """What the rows mean and how long they may be."""
-    recovery: RecoverySettings = Field(default_factory=RecoverySettings, title="Recovery")
+    recovery: Recovery = RecoverySettings()
     """What is saved on the way, what a run goes on from, and what happens after a failure."""
-    launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
+    launcher: Launcher = LauncherSettings()
     """How the processes are started, watched and stopped."""
-    validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")
+    validation: Validation = ValidationSettings()
     """Which findings of the validation count."""
-    blocks: BlockNames = Field(default_factory=BlockNames, title="Blocks")
+    blocks: Blocks = BlockNames()
     """Settings and secrets that are kept in Prefect as blocks, by name."""
 
     @field_validator("gpus", mode="before")

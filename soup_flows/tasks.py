@@ -316,7 +316,14 @@ def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]
 
 
 def _failure(report: TrainReport) -> TrainingFailed:
-    return TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
+    return TrainingFailed(
+        report.failure_class or "unknown",
+        report.cause,
+        report.advice,
+        report.run_dir,
+        step=report.steps,
+        tried=report.ledger[-1].change.path if report.ledger else (),
+    )
 
 
 def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import get_current_settings
 
 from soup_flows import blocks
@@ -30,6 +31,8 @@ def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
     Raises:
         Refused: without a server, or for what is asked and cannot be.
     """
+    if request.schedule is not None:
+        _check_schedule(request.schedule, request.timezone)
     url = get_current_settings().api.url
     if not url:
         fix = "run `prefect server start`, then set PREFECT_API_URL=http://127.0.0.1:4200/api"
@@ -45,6 +48,17 @@ def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
     except httpx.TransportError as error:
         message = f"the server at {url} does not answer: {error}"
         raise refuse("DEPLOY002", "PREFECT_API_URL", message, "start it, or correct the address") from None
+
+
+def _check_schedule(cron: str, timezone: str) -> None:
+    """Refuse a schedule before anything is registered."""
+    try:
+        CronSchedule(cron=cron, timezone=timezone)
+    except ValueError as error:
+        first = str(error).splitlines()
+        message = f"got {cron!r} in {timezone!r}: {first[2].strip() if len(first) > 2 else first[0]}"
+        fix = "write minute, hour, day, month, weekday, such as '0 2 * * *', and a zone such as Europe/Berlin"
+        raise refuse("DEPLOY008", "--schedule", message, fix) from None
 
 
 def block_types() -> list[type[Block]]:

@@ -38,11 +38,8 @@ def load_flow(entrypoint: str) -> Flow[..., Any]:
 def ensure_deployments(client: SyncPrefectClient, request: DeployRequest, dry_run: bool) -> list[Step]:
     """Create or update every deployment.
 
-    What somebody set in Prefect stays: the nightly run's parameters, and whether its schedule is switched on and
-    at what time, unless the request gives them.
-
-    Raises:
-        Refused: for parameters that the nightly run's schema does not take.
+    What somebody set in Prefect stays: parameters (but those of the demos), and whether the nightly schedule is
+    switched on and at what time, unless the request gives them.
     """
     return [_ensure(client, request, entry, dry_run) for entry in definitions()]
 
@@ -56,8 +53,10 @@ def _ensure(client: SyncPrefectClient, request: DeployRequest, entry: dict[str, 
     except ObjectNotFound:
         before = None
     parameters, schedule = entry.get("parameters", {}), _schedule(request, entry, before)
+    if before is not None and "demo" not in entry["tags"]:
+        parameters = before.parameters
     if schedule is not None:
-        parameters = request.parameters or (before.parameters if before else parameters)
+        parameters = request.parameters or parameters
     if not dry_run:
         deployment: Any = flow.to_deployment(
             name=entry["name"],

@@ -56,6 +56,7 @@ CORE = (
     "stop",
     "consolidate",
     "pages",
+    "compare",
     "plan_page",
     "live_state",
     "diagnose",
