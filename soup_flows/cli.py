@@ -1,6 +1,12 @@
-"""The command `soup-flows`.
+"""Multi-GPU LLM fine-tuning, planned, proven and supervised.
 
-Exit codes: 0 good, 1 the run failed, 2 refused, 3 cancelled or stopped, 4 nothing found.
+exit codes:
+  0  good
+  1  the run failed, or a check did
+  2  refused: problems were found before anything was started, or the command line is wrong
+  3  cancelled or stopped
+  4  nothing found
+Every command takes --json: one JSON object on stdout, and nothing else there.
 """
 
 from __future__ import annotations

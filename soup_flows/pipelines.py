@@ -12,11 +12,11 @@ from typing import Annotated, Any
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
-from pydantic import Field
 
 from soup_flows.demo import build_demo_data, demo_parameters
 from soup_flows.flows import soup_train
 from soup_flows.report import TrainReport
+from soup_flows.spec import titled
 
 
 @task(name="prepare rows", cache_policy=NO_CACHE)
@@ -52,10 +52,10 @@ def hand_on(report: TrainReport) -> dict[str, Any]:
 
 @flow(name="finetune-pipeline")
 def finetune_pipeline(
-    preset: Annotated[str, Field(title="Preset")] = "zero2",
-    output_dir: Annotated[str, Field(min_length=1, title="Output folder")] = "demo-output",
-    rows: Annotated[int, Field(ge=64, title="Rows to train on")] = 400,
-    max_steps: Annotated[int | None, Field(ge=1, title="Maximum optimizer steps")] = None,
+    preset: Annotated[str, titled("Preset")] = "zero2",
+    output_dir: Annotated[str, titled("Output folder", min_length=1)] = "demo-output",
+    rows: Annotated[int, titled("Rows to train on", ge=64)] = 400,
+    max_steps: Annotated[int | None, titled("Maximum optimizer steps", ge=1)] = None,
 ) -> dict[str, Any] | State:
     """Prepare data, fine-tune as a subflow on two CPU ranks, hand the model on.
 

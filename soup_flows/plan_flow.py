@@ -34,10 +34,11 @@ from soup_flows.spec import (
     TrainingSettings,
     TrustRemoteCode,
     parse_spec,
+    titled,
 )
 
 GpuName = Annotated[
-    str | None, Field(title="GPUs to plan for", json_schema_extra={"enum": [*sorted(GPUS), None]})
+    str | None, Field(json_schema_extra={"title": "GPUs to plan for", "enum": [*sorted(GPUS), None]})
 ]
 
 
@@ -47,7 +48,7 @@ def soup_plan(
     model: Model,
     dataset: Dataset,
     gpu: GpuName = None,
-    nodes: Annotated[int, Field(ge=1, title="Machines")] = 1,
+    nodes: Annotated[int, titled("Machines", ge=1)] = 1,
     deepspeed: DeepSpeedChoice = None,
     fsdp: FSDPChoice = None,
     deepspeed_config: DeepSpeedFile = None,

@@ -219,25 +219,30 @@ class BlockNames(Group):
     """Block of the type Soup Placement, with the defaults of a GPU host."""
 
 
+def titled(title: str, **limits: Any) -> Any:
+    """Return a field of a flow's parameter with a title; Prefect would show the bare name (prefect 3.9.1)."""
+    return Field(title=title, json_schema_extra={"title": title}, **limits)
+
+
 # The types of the spec's fields and of the flows' parameters, with the titles that Prefect's form shows.
-Model = Annotated[str, Field(min_length=1, title="Model")]
-Dataset = Annotated[str, Field(min_length=1, title="Data set")]
-OutputDir = Annotated[str, Field(min_length=1, title="Output folder")]
-DeepSpeedChoice = Annotated[DeepSpeedPreset | None, Field(title="DeepSpeed preset")]
-FSDPChoice = Annotated[FSDPPreset | None, Field(title="FSDP preset")]
-DeepSpeedFile = Annotated[str | None, Field(title="DeepSpeed JSON")]
-Strategy = Annotated[PlainStrategy, Field(title="Strategy without a preset")]
-Gpus = Annotated[GpuCount, Field(title="GPUs")]
-DeviceChoice = Annotated[Device, Field(title="Device")]
-NvmeFolder = Annotated[str | None, Field(title="NVMe folder")]
-TrustRemoteCode = Annotated[bool, Field(title="Run the model's own Python code")]
-Training = Annotated[TrainingSettings, Field(title="Training")]
-Lora = Annotated[LoraSettings, Field(title="LoRA")]
-Data = Annotated[DataSettings, Field(title="Data")]
-Recovery = Annotated[RecoverySettings, Field(title="Recovery")]
-Launcher = Annotated[LauncherSettings, Field(title="Launcher")]
-Validation = Annotated[ValidationSettings, Field(title="Validation")]
-Blocks = Annotated[BlockNames, Field(title="Blocks")]
+Model = Annotated[str, titled("Model", min_length=1)]
+Dataset = Annotated[str, titled("Data set", min_length=1)]
+OutputDir = Annotated[str, titled("Output folder", min_length=1)]
+DeepSpeedChoice = Annotated[DeepSpeedPreset | None, titled("DeepSpeed preset")]
+FSDPChoice = Annotated[FSDPPreset | None, titled("FSDP preset")]
+DeepSpeedFile = Annotated[str | None, titled("DeepSpeed JSON")]
+Strategy = Annotated[PlainStrategy, titled("Strategy without a preset")]
+Gpus = Annotated[GpuCount, titled("GPUs")]
+DeviceChoice = Annotated[Device, titled("Device")]
+NvmeFolder = Annotated[str | None, titled("NVMe folder")]
+TrustRemoteCode = Annotated[bool, titled("Run the model's own Python code")]
+Training = Annotated[TrainingSettings, titled("Training")]
+Lora = Annotated[LoraSettings, titled("LoRA")]
+Data = Annotated[DataSettings, titled("Data")]
+Recovery = Annotated[RecoverySettings, titled("Recovery")]
+Launcher = Annotated[LauncherSettings, titled("Launcher")]
+Validation = Annotated[ValidationSettings, titled("Validation")]
+Blocks = Annotated[BlockNames, titled("Blocks")]
 
 
 class TrainingSpec(Group):

@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from pydantic import Field
 
 from soup_flows.block_use import load_block
 from soup_flows.blocks import SoupTrainingJob
 from soup_flows.flows import run_training
 from soup_flows.hooks import sweep_run
 from soup_flows.report import TrainReport
+from soup_flows.spec import titled
 from soup_flows.spec_file import merge, read_spec_file
 
 
 @flow(name="soup-train-job", on_cancellation=[sweep_run], on_crashed=[sweep_run])
 def soup_train_job(
-    job: Annotated[str, Field(min_length=1, title="Job")],
-    changes: Annotated[dict[str, Any], Field(title="Changes")] = {},  # noqa: B006 (Prefect copies it)
+    job: Annotated[str, titled("Job", min_length=1)],
+    changes: Annotated[dict[str, Any], titled("Changes")] = {},  # noqa: B006 (Prefect copies it)
 ) -> TrainReport | State:
     """Fine-tune a stored job: a block of the type Soup Training Job, or a JSON or YAML file on the worker.
 

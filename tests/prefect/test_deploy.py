@@ -207,7 +207,8 @@ def test_the_form_has_titles_and_help(entry: dict[str, Any]) -> None:
     def walk(name: str, value: dict[str, Any]) -> None:
         if not value.get("title") or (value["title"] == name.split(".")[-1] and "." not in name):
             wrong.append(f"{name}: title {value.get('title')!r}")
-        if not value.get("description"):
+        group = schema.get("definitions", {}).get(value.get("$ref", "").rpartition("/")[2], {})
+        if not value.get("description") and not group.get("description"):
             wrong.append(f"{name}: no description")
 
     for name, value in properties.items():
