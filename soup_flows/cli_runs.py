@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from soup_flows.errors import TrainingFailed
 from soup_flows.spec import parse_spec
@@ -53,7 +53,7 @@ def run_flow(values: dict[str, Any], as_json: bool) -> int:
             if not as_json:
                 print(state.message, file=sys.stderr)
         else:
-            report = state.result()
+            report = cast(TrainReport, state.result())
     except TrainingFailed as failed:
         report = TrainReport.load(failed.run_dir)
         if not as_json:

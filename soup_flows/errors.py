@@ -126,8 +126,8 @@ class TrainingFailed(SoupFlowsError):
         super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keywords = {"step": self.step, "tried": self.tried}
-        return partial(type(self), **keywords), (self.failure_class, self.cause, self.advice, self.run_dir)
+        build = partial(type(self), step=self.step, tried=self.tried)
+        return build, (self.failure_class, self.cause, self.advice, self.run_dir)
 
 
 def refuse(rule: str, field: str, message: str, fix: str = "", source: str = "") -> Refused:

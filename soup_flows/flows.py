@@ -181,7 +181,7 @@ def run_training(values: Mapping[str, Any]) -> TrainReport | State:
             decision = decide(ready.spec.recovery, ready.plan, report.ledger)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
-            if not decision.retry or wait(decision.wait_s, ready.paths):
+            if not decision.retry or wait(decision.wait_s, ready.paths) or cancel_was_asked():
                 save_report(report)
                 if report.failure_class == "cancelled" or cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.

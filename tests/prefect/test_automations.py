@@ -151,3 +151,18 @@ def test_a_killed_run_comes_back_and_finishes(site: Site, tmp_path: Path) -> Non
     assert [row.state for row in report.ledger] == ["lost", "completed"]
     assert report.started_from >= 2
     assert report.steps == 30
+
+
+@pytest.mark.ranks
+def test_a_run_with_nan_is_cancelled_and_says_why(site: Site, tmp_path: Path) -> None:
+    values = parameters("nan_loss", tmp_path)
+    values |= {"recovery": {"on_nan": "lower_learning_rate", "backoff_s": 30}}
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name("soup-train/demo")
+        site.start_worker()
+        run_id = client.create_flow_run_from_deployment(found.id, parameters=values).id
+    wait_for(lambda: site.state(run_id).is_final(), GENEROUS_S, "the end")
+    assert site.state(run_id).is_cancelled()
+    report = TrainReport.load(RunPaths.of(tmp_path, str(run_id)).root)
+    assert len(report.ledger) == 1  # no retry
+    assert report.failure_class == "nan_loss"
