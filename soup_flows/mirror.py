@@ -51,9 +51,11 @@ class Mirror:
         """Wait for the uploads, the finished attempt's model the last of them; `stop` ends the wait early."""
         self._start()
         self._waiting.put(None)
-        while self._thread.is_alive() and not stop():
-            self._thread.join(1.0)
-        self.abandon()
+        try:
+            while self._thread.is_alive() and not stop():
+                self._thread.join(1.0)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Wait for nothing: an upload that is not finished has no manifest and does not count."""

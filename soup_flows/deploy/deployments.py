@@ -67,7 +67,7 @@ def _ensure(client: SyncPrefectClient, request: DeployRequest, entry: dict[str, 
             concurrency_limit=_limit(entry),
             enforce_parameter_schema=entry["enforce_parameter_schema"],
             work_pool_name=request.pool,
-            job_variables=_job_variables(request, entry),
+            job_variables=job_variables(request, entry),
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
         deployment.apply()
@@ -100,7 +100,8 @@ def _limit(entry: dict[str, Any]) -> ConcurrencyLimitConfig | None:
     return None if limit is None else ConcurrencyLimitConfig.model_validate(limit)
 
 
-def _job_variables(request: DeployRequest, entry: dict[str, Any]) -> dict[str, Any]:
+def job_variables(request: DeployRequest, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the job variables of an entry of `definitions()`, as the kind of pool takes them."""
     variables: dict[str, Any] = entry["work_pool"]["job_variables"]
     if request.pool_type == "process":
         return variables

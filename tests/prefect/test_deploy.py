@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,11 +13,12 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from soup_flows import cli
 from soup_flows.deploy import DeployRequest, block_types, deploy
-from soup_flows.deploy.deployments import definitions
-from soup_flows.deploy.pools import job_template
+from soup_flows.deploy.deployments import definitions, job_variables
+from soup_flows.deploy.pools import ensure_pool, job_template
 from soup_flows.errors import Refused
 
 ROOT = Path(__file__).parents[2]
@@ -126,10 +124,12 @@ def test_what_people_set_stays(client: SyncPrefectClient, pool: str) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize("kind", ["docker", "kubernetes"])
 def test_the_server_takes_the_other_templates(client: SyncPrefectClient, pool: str, kind: Any) -> None:
-    deploy(DeployRequest(pool=pool, pool_type=kind, image="box:1"))
-    assert client.read_work_pool(pool).type == kind
-    variables = client.read_deployment_by_name("soup-train/gpu").job_variables
-    assert "working_dir" not in variables
+    request = DeployRequest(pool=pool, pool_type=kind, image="box:1")
+    ensure_pool(client, request, dry_run=False)
+    made = client.read_work_pool(pool)
+    assert made.type == kind
+    assert made.base_job_template == job_template(kind, "box:1")
+    assert all("working_dir" not in job_variables(request, entry) for entry in definitions())
     with pytest.raises(Refused, match=f"is of type {kind}"):
         deploy(DeployRequest(pool=pool))
 
@@ -167,15 +167,10 @@ def test_the_command(client: SyncPrefectClient, pool: str, capsys: pytest.Captur
         assert json.loads(capsys.readouterr().out)["problems"][0]["id"] == rule
 
 
-def test_without_a_server_it_says_so(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    env |= {"PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    for url, rule in (("", "DEPLOY001"), ("http://127.0.0.1:9/api", "DEPLOY002")):
-        env["PREFECT_API_URL"] = url
-        argv = [sys.executable, "-m", "soup_flows.cli", "deploy", "--json"]
-        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
-        assert json.loads(done.stdout)["problems"][0]["id"] == rule
+@pytest.mark.parametrize(("url", "rule"), [(None, "DEPLOY001"), ("http://127.0.0.1:9/api", "DEPLOY002")])
+def test_without_a_server_it_says_so(url: str | None, rule: str) -> None:
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(Refused, match=rule):
+        deploy(DeployRequest())
 
 
 def test_the_classic_file_is_the_same_file() -> None:

@@ -81,6 +81,7 @@ def test_the_final_message_says_what_to_do(
 ) -> None:
     pretend("cuda_oom")
     values = ready(parameters, tmp_path, recovery={"max_retries": 1, "backoff_s": 0})
+    values["training"] |= {"per_device_train_batch_size": 2}
     state = soup_train(**values, return_state=True)
     assert state.is_failed()
     message = state.message or ""
@@ -103,7 +104,15 @@ def cancel_when_it_runs(run_id: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", ["soup-train", "submitted", "async", "async submitted"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "soup-train",
+        "async submitted",
+        pytest.param("submitted", marks=pytest.mark.long),
+        pytest.param("async", marks=pytest.mark.long),
+    ],
+)
 def test_a_cancelled_launch_cleans_up(
     parameters: Values, tmp_path: Path, pretend: Callable[[str], None], kind: str
 ) -> None:
