@@ -15,16 +15,30 @@ from soup_flows.flows import run_training
 from soup_flows.hooks import sweep_run
 from soup_flows.report import TrainReport
 from soup_flows.spec import (
+    BlockNames,
+    Blocks,
+    Data,
+    Dataset,
     DataSettings,
-    DeepSpeedPreset,
-    Device,
-    FSDPPreset,
-    GpuCount,
+    DeepSpeedChoice,
+    DeepSpeedFile,
+    DeviceChoice,
+    FSDPChoice,
+    Gpus,
+    Launcher,
     LauncherSettings,
+    Lora,
     LoraSettings,
-    PlainStrategy,
+    Model,
+    NvmeFolder,
+    OutputDir,
+    Recovery,
     RecoverySettings,
+    Strategy,
+    Training,
     TrainingSettings,
+    TrustRemoteCode,
+    Validation,
     ValidationSettings,
 )
 
@@ -37,23 +51,24 @@ from soup_flows.spec import (
     on_crashed=[sweep_run],
 )
 def soup_train(
-    model: str,
-    dataset: str,
-    output_dir: str = "outputs",
-    deepspeed: DeepSpeedPreset | None = None,
-    fsdp: FSDPPreset | None = None,
-    deepspeed_config: str | None = None,
-    strategy: PlainStrategy = "auto",
-    gpus: GpuCount = "auto",
-    device: Device = "auto",
-    nvme_path: str | None = None,
-    trust_remote_code: bool = False,
-    training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
-    lora: LoraSettings = LoraSettings(),  # noqa: B008
-    data: DataSettings = DataSettings(),  # noqa: B008
-    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
-    launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+    model: Model,
+    dataset: Dataset,
+    output_dir: OutputDir = "outputs",
+    deepspeed: DeepSpeedChoice = None,
+    fsdp: FSDPChoice = None,
+    deepspeed_config: DeepSpeedFile = None,
+    strategy: Strategy = "auto",
+    gpus: Gpus = "auto",
+    device: DeviceChoice = "auto",
+    nvme_path: NvmeFolder = None,
+    trust_remote_code: TrustRemoteCode = False,
+    training: Training = TrainingSettings(),  # noqa: B008 (a frozen value)
+    lora: Lora = LoraSettings(),  # noqa: B008
+    data: Data = DataSettings(),  # noqa: B008
+    recovery: Recovery = RecoverySettings(),  # noqa: B008
+    launcher: Launcher = LauncherSettings(),  # noqa: B008
+    validation: Validation = ValidationSettings(),  # noqa: B008
+    blocks: Blocks = BlockNames(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine; see soup_flows.flows.soup_train for the parameters."""
     return run_training(dict(locals()))

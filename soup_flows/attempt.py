@@ -15,10 +15,12 @@ from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, run
 from soup_flows.live import LiveView
+from soup_flows.mirror import Mirror
 from soup_flows.paths import write_json
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.store import Store
 
 Logger = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -30,7 +32,9 @@ CLEANING_S = 15.0
 """Longer than the stop budget, for a runner of the same run that is just being ended."""
 
 
-def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None]) -> Outcome:
+def run_attempt(
+    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], store: Store | None = None
+) -> Outcome:
     """Lease the devices, run the attempt on them and return how it ended; see `soup_flows.launch.run.run`.
 
     The run is held meanwhile, so that no other process can launch into its directory.
@@ -38,24 +42,28 @@ def run_attempt(launch: LaunchPlan, logger: Logger, should_stop: Callable[[], st
     Args:
         launch: the attempt; with a lease its CUDA_VISIBLE_DEVICES is replaced by the leased devices.
         logger: takes rank 0's lines in batches, the errors of every rank, and for whom the run waits.
-        should_stop: asked about once a second, also while waiting for devices.
+        should_stop: asked about once a second, also while waiting for devices and uploads.
+        store: where checkpoints and the model are copied to.
 
     Raises:
         Refused: if the machine has too few healthy devices, or another process is running this run.
         TrainingFailed: if the devices did not become free in time.
     """
     with run_lock(launch.paths, launch.stop_budget_s + CLEANING_S) as lock:
-        return _run_locked(launch, logger, should_stop, lock)
+        return _run_locked(launch, logger, should_stop, store, lock)
 
 
 def _run_locked(
-    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], lock: int
+    launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], store: Store | None, lock: int
 ) -> Outcome:
     view = LiveView(launch)
+    mirror = Mirror(store, launch.paths, launch.attempt) if store is not None else None
 
     def on_events(events: list[dict[str, Any]]) -> None:
         if errors := error_lines(events):
             logger.error("%s", "\n".join(errors))
+        if mirror is not None:
+            mirror.on_events(events)
         view.on_events(events)
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
@@ -69,6 +77,24 @@ def _run_locked(
                 lease_fds=(lock, *fds),
             )
 
+    try:
+        outcome = _start_on_devices(launch, start, logger, should_stop)
+    except BaseException:
+        if mirror is not None:
+            mirror.abandon()
+        raise
+    if mirror is not None:
+        mirror.finish(should_stop)
+    return outcome
+
+
+def _start_on_devices(
+    launch: LaunchPlan,
+    start: Callable[..., Outcome],
+    logger: Logger,
+    should_stop: Callable[[], str | None],
+) -> Outcome:
+    """Lease what the attempt needs, then start it."""
     if launch.lease is None:
         return start(launch)
     with leased(

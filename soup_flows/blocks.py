@@ -1,18 +1,27 @@
-"""Block types: what can be kept in Prefect, edited in its page and named in a deployment.
+"""Block types: what can be kept in Prefect, edited in its page and named in a run's parameter `blocks`.
 
-`prefect block register -m soup_flows.blocks` registers them; servers and workers find them by the entry point
-`prefect.collections`.
+`soup-flows deploy` or `prefect block register -m soup_flows.blocks` registers them; servers and workers find them
+by the entry point `prefect.collections`. Runs get names, never objects: a block passed as an object through an API
+arrives with its secrets masked.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from prefect.blocks.core import Block
-from pydantic import Field
+from prefect.types import SecretDict
+from pydantic import Field, HttpUrl, SecretStr
 
 from soup_flows.report import TrainReport
-from soup_flows.spec import TrainingSpec
+from soup_flows.spec import GpuCount, TrainingSpec
+from soup_flows.store import Confirm, Store
+
+DOCUMENTATION = HttpUrl("https://docs.prefect.io/v3/concepts/blocks")
+LOGO = HttpUrl(
+    "https://raw.githubusercontent.com/PrefectHQ/prefect/420d0d6a78bb6df1fc18bcf188fdad43c1d22ea9/assets/"
+    "block-logos/process.png"
+)
 
 
 class SoupTrainingJob(Block):
@@ -23,13 +32,16 @@ class SoupTrainingJob(Block):
         ```python
         from soup_flows.blocks import SoupTrainingJob
 
-        report = SoupTrainingJob.load("BLOCK_NAME").run()
+        job = SoupTrainingJob.load("BLOCK_NAME")
+        report = job.run()
         ```
     """
 
     _block_type_name = "Soup Training Job"
     _block_type_slug = "soup-training-job"
     _description = "A fine-tuning job for the flow soup-train: model, data set, preset and every setting."
+    _documentation_url = DOCUMENTATION
+    _logo_url = LOGO
 
     # Blocks keep unknown keys silently; the spec inside refuses them.
     spec: TrainingSpec = Field(default=..., title="Job", description="What to train, on what, and how.")
@@ -49,3 +61,210 @@ class SoupTrainingJob(Block):
 
         report: TrainReport = soup_train(**self.parameters())
         return report
+
+
+class HuggingFaceCredentials(Block):
+    """A token of the Hugging Face Hub. Ranks get it as the variable HF_TOKEN; it is written nowhere.
+
+    Example:
+        Name it in a run with `blocks={"hugging_face": "BLOCK_NAME"}`, or use it yourself:
+        ```python
+        from soup_flows.blocks import HuggingFaceCredentials
+
+        credentials = HuggingFaceCredentials.load("BLOCK_NAME")
+        credentials.environment()
+        ```
+    """
+
+    _block_type_name = "Soup Hugging Face Credentials"
+    _block_type_slug = "soup-hugging-face-credentials"
+    _description = "A token of the Hugging Face Hub, for gated and private models and data sets."
+    _documentation_url = HttpUrl("https://huggingface.co/docs/hub/security-tokens")
+    _logo_url = LOGO
+
+    token: SecretStr = Field(default=..., title="Token", description="A token with read access.")
+    endpoint: str | None = Field(None, title="Endpoint", description="Address of a Hub mirror (HF_ENDPOINT).")
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables, the token in clear."""
+        found = {"HF_TOKEN": self.token.get_secret_value()}
+        return found | ({"HF_ENDPOINT": self.endpoint} if self.endpoint else {})
+
+
+class ExperimentTracker(Block):
+    """Where losses are tracked: rank 0 reports there through Transformers' own integration.
+
+    Example:
+        Name it in a run with `blocks={"tracker": "BLOCK_NAME"}`, or look at it yourself:
+        ```python
+        from soup_flows.blocks import ExperimentTracker
+
+        tracker = ExperimentTracker.load("BLOCK_NAME")
+        tracker.environment()
+        ```
+    """
+
+    _block_type_name = "Soup Experiment Tracker"
+    _block_type_slug = "soup-experiment-tracker"
+    _description = (
+        "An experiment tracker with its credentials: wandb, mlflow, comet_ml, neptune, clearml, trackio."
+    )
+    _documentation_url = HttpUrl("https://huggingface.co/docs/transformers/main_classes/callback")
+    _logo_url = LOGO
+
+    # What each client library reads (their documentation of environment variables).
+    VARIABLES: ClassVar[dict[str, dict[str, str]]] = {
+        "wandb": {"api_key": "WANDB_API_KEY", "project": "WANDB_PROJECT", "workspace": "WANDB_ENTITY",
+                  "url": "WANDB_BASE_URL"},
+        "mlflow": {"api_key": "MLFLOW_TRACKING_TOKEN", "project": "MLFLOW_EXPERIMENT_NAME",
+                   "url": "MLFLOW_TRACKING_URI"},
+        "comet_ml": {"api_key": "COMET_API_KEY", "project": "COMET_PROJECT_NAME", "workspace": "COMET_WORKSPACE",
+                     "url": "COMET_URL_OVERRIDE"},
+        "neptune": {"api_key": "NEPTUNE_API_TOKEN", "project": "NEPTUNE_PROJECT"},
+        "clearml": {"api_key": "CLEARML_API_SECRET_KEY", "key_id": "CLEARML_API_ACCESS_KEY",
+                    "project": "CLEARML_PROJECT", "url": "CLEARML_API_HOST"},
+        "trackio": {"project": "TRACKIO_PROJECT", "workspace": "TRACKIO_SPACE_ID"},
+    }  # fmt: skip
+
+    kind: Literal["wandb", "mlflow", "comet_ml", "neptune", "clearml", "trackio"] = Field(
+        default=...,
+        title="Kind",
+        description="The tracker; its package must be installed where the ranks run.",
+    )
+    api_key: SecretStr | None = Field(
+        None, title="API key", description="Key, token or secret of an account."
+    )
+    key_id: str | None = Field(None, title="Key id", description="Name of the key (clearml).")
+    project: str | None = Field(None, title="Project", description="Project or experiment to report to.")
+    workspace: str | None = Field(
+        None, title="Workspace", description="Entity (wandb), workspace (comet_ml) or Space (trackio)."
+    )
+    url: str | None = Field(
+        None, title="Server", description="Address of your own server (wandb, mlflow, comet_ml, clearml)."
+    )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that the tracker's client reads, the key in clear.
+
+        Raises:
+            ValueError: for a field that this kind of tracker has no variable for.
+        """
+        names, found = self.VARIABLES[self.kind], {}
+        for field in ("api_key", "key_id", "project", "workspace", "url"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            if field not in names:
+                raise ValueError(f"{self.kind} takes no {field}; it takes {', '.join(names)}")
+            found[names[field]] = value.get_secret_value() if isinstance(value, SecretStr) else str(value)
+        return found
+
+
+class CheckpointStore(Block):
+    """A store that outlives the machine: verified checkpoints and the final model are copied there.
+
+    Example:
+        Name it in a run with `blocks={"checkpoint_store": "BLOCK_NAME"}`, or look into it yourself:
+        ```python
+        from soup_flows.blocks import CheckpointStore
+
+        store = CheckpointStore.load("BLOCK_NAME")
+        store.open().steps("RUN-ID")
+        ```
+    """
+
+    _block_type_name = "Soup Checkpoint Store"
+    _block_type_slug = "soup-checkpoint-store"
+    _description = (
+        "Copies verified checkpoints and the final model to S3, GCS, Azure or any other fsspec URL."
+    )
+    _documentation_url = HttpUrl("https://filesystem-spec.readthedocs.io/en/latest/api.html")
+    _logo_url = LOGO
+
+    url: str = Field(
+        default=...,
+        min_length=1,
+        title="URL",
+        description="Such as s3://bucket/folder or file:///mnt/share; needs fsspec's package for it (s3fs, ...).",
+    )
+    options: dict[str, Any] = Field(
+        {}, title="Options", description="What fsspec's file system takes, such as an endpoint_url."
+    )
+    secret_options: SecretDict | None = Field(
+        None, title="Secret options", description="The same for what is secret, such as key and secret."
+    )
+    keep: int = Field(
+        2,
+        ge=1,
+        title="Checkpoints to keep",
+        description="Older checkpoints of a run are removed from the store.",
+    )
+    confirm: Confirm = Field(
+        "content",
+        title="Confirm by",
+        description="content reads every upload back and compares hashes; size compares sizes and costs no traffic.",
+    )
+
+    def open(self) -> Store:
+        """Return the store.
+
+        Raises:
+            Refused: if fsspec cannot open the URL.
+        """
+        secret = self.secret_options.get_secret_value() if self.secret_options else {}
+        return Store(self.url, {**self.options, **secret}, self.keep, self.confirm)
+
+
+class Placement(Block):
+    """Where runs go on a kind of machine; a run's own settings win over it.
+
+    Example:
+        Name it in a run with `blocks={"placement": "BLOCK_NAME"}`, or apply it yourself:
+        ```python
+        from soup_flows.blocks import Placement
+
+        placement = Placement.load("BLOCK_NAME")
+        spec = placement.apply(spec)
+        ```
+    """
+
+    _block_type_name = "Soup Placement"
+    _block_type_slug = "soup-placement"
+    _description = (
+        "Defaults of a GPU host: output folder, number of GPUs, NVMe folder, threads, waiting for GPUs."
+    )
+    _documentation_url = DOCUMENTATION
+    _logo_url = LOGO
+
+    output_dir: str = Field(
+        default=..., min_length=1, title="Output folder", description="Runs are kept below this folder."
+    )
+    gpus: GpuCount | None = Field(None, title="GPUs", description="GPUs of a run, or auto for all.")
+    nvme_path: str | None = Field(None, title="NVMe folder", description="Folder for zero3_nvme.")
+    cache_dir: str | None = Field(None, title="Data cache", description="Folder for tokenised data.")
+    omp_num_threads: int | None = Field(None, ge=1, title="Threads", description="CPU threads per rank.")
+    max_wait_min: float | None = Field(
+        None, ge=0, title="Longest wait for GPUs (minutes)", description="Longest wait for leased devices."
+    )
+    gpu_hour_price: float | None = Field(
+        None, ge=0, title="Price of a GPU-hour", description="Shown per attempt in the report."
+    )
+
+    _HOMES: ClassVar[dict[str, str]] = {
+        "cache_dir": "data",
+        "omp_num_threads": "launcher",
+        "max_wait_min": "launcher",
+        "gpu_hour_price": "recovery",
+    }
+
+    def apply(self, spec: TrainingSpec) -> TrainingSpec:
+        """Return `spec` with this placement in every field that is at its default."""
+        for name in type(self).model_fields:
+            value, home = getattr(self, name), self._HOMES.get(name)
+            holder: Any = spec if home is None else getattr(spec, home)
+            default = type(holder).model_fields[name].get_default(call_default_factory=True)
+            if value is None or getattr(holder, name) != default:
+                continue
+            changed = holder.model_copy(update={name: value})
+            spec = changed if home is None else spec.model_copy(update={home: changed})
+        return spec

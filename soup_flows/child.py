@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.lent import run_environment
 from soup_flows.paths import write_json
 
 _TAIL_LINES = 5
@@ -33,7 +34,9 @@ def call(module: str, request: str, *, rule: str, field: str, what: str) -> dict
         question, reply = Path(folder, "request.json"), Path(folder, "answer.json")
         question.write_text(request)
         argv = [sys.executable, "-m", module, str(question), str(reply)]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=run_environment()
+        )
         try:
             value: dict[str, Any] = json.loads(reply.read_text())
         except (OSError, ValueError):

@@ -1,6 +1,12 @@
-"""The command `soup-flows`.
+"""Multi-GPU LLM fine-tuning, planned, proven and supervised.
 
-Exit codes: 0 good, 1 the run failed, 2 refused, 3 cancelled or stopped, 4 nothing found.
+exit codes:
+  0  good
+  1  the run failed, or a check did
+  2  refused: problems were found before anything was started, or the command line is wrong
+  3  cancelled or stopped
+  4  nothing found
+Every command takes --json: one JSON object on stdout, and nothing else there.
 """
 
 from __future__ import annotations
@@ -11,9 +17,9 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from soup_flows import cli_deploy
 from soup_flows.accelerate_config import read_accelerate_config
 from soup_flows.cli_plan import add_arguments, plan_command
 from soup_flows.cli_runs import FAILED, GOOD, REFUSED, add_commands, print_json, run_flow
@@ -22,11 +28,9 @@ from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.user_file import BadFile
+from soup_flows.spec_file import merge, read_spec_file
 from soup_flows.validation.explain import explain, is_known
 
-MAX_SPEC_BYTES = 32 * 1024
-"""Largest file that is read as `--spec`, bytes; one with every setting has about three kilobytes."""
 _FLAT = (
     "model",
     "dataset",
@@ -37,6 +41,12 @@ _FLAT = (
     "gpus",
     "device",
     "strategy",
+)
+
+
+DEPLOY_TEXT = (
+    "Register work pool, block types, deployments and automations on the Prefect server; doing it twice changes "
+    "nothing. The flags of a spec become the parameters of soup-train/nightly."
 )
 
 
@@ -87,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("rule", help="an id such as DS014")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
     add_commands(command)
+    deployed = command("deploy", _deploy, DEPLOY_TEXT)
+    cli_deploy.add_arguments(deployed)
+    _spec_arguments(deployed)
     stop = command("stop", _stop, "Ask a running training to stop.")
     stop.add_argument("run_dir", help="its run directory, <output_dir>/runs/<run id>")
     stop.add_argument("--save", action="store_true", help="save a checkpoint after the present step first")
@@ -125,7 +138,7 @@ def read_spec(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         Refused: for a file that cannot be read or a `--set` without `=`.
     """
-    values = _spec_file(arguments.spec) if arguments.spec else {}
+    values = read_spec_file(arguments.spec, "--spec") if arguments.spec else {}
     for setting in arguments.settings:
         key, sign, text = setting.partition("=")
         if not sign or not key:
@@ -149,16 +162,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def _spec_file(name: str) -> dict[str, Any]:
-    """Read a spec file; JSON is YAML too."""
-    from soup_flows.user_yaml import read_yaml
-
-    try:
-        return read_yaml(Path(name).expanduser(), MAX_SPEC_BYTES)
-    except BadFile as bad:
-        raise refuse("CLI002", "--spec", str(bad), bad.fix) from None
-
-
 def _train(arguments: argparse.Namespace) -> int:
     """Run the flow in this process, so that the terminal shows it and Ctrl-C stops it."""
     return run_flow(read_spec(arguments), arguments.json)
@@ -170,7 +173,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     problems: list[Problem] = []
     if arguments.accelerate_config:
         found, problems = read_accelerate_config(arguments.accelerate_config)
-        values = _merged(found, values)
+        values = merge(found, values)
     value, text, problems = plan_command(parse_spec(values), arguments, problems)
     if arguments.json:
         print_json(value)
@@ -180,13 +183,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return `below` with the values of `above` over it, group by group."""
-    merged = dict(below)
-    for name, value in above.items():
-        inner = merged.get(name)
-        merged[name] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
-    return merged
+def _deploy(arguments: argparse.Namespace) -> int:
+    """Register everything; what a spec says becomes the nightly run's parameters."""
+    return cli_deploy.deploy_command(arguments, read_spec(arguments))
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -73,12 +73,9 @@ def plan_command(
     if arguments.fit:
         answer = fit(spec, hardware, arguments.nodes)
         return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
-    known_need = recall(spec, hardware)
-    plan = make_plan(spec, hardware, count_rows(spec), arguments.nodes, correction=known_need)
-    plan, mended = apply_fixes(spec, hardware, plan)
-    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     here = not (arguments.hardware or arguments.gpu)
-    problems = [*known, *validate(spec, hardware, plan, local=here)]
+    plan, found = plan_and_validate(spec, hardware, arguments.nodes, here)
+    problems = [*known, *found]
     if arguments.rehearse and not any(problem.severity == "error" for problem in problems):
         problems += _rehearsal(spec, plan)
     value: dict[str, Any] = {
@@ -94,6 +91,26 @@ def plan_command(
         value["trace"] = traced.model_dump(mode="json")
         text += f"\n\ntrace: {traced.verdict}"
     return value, text, problems
+
+
+def plan_and_validate(
+    spec: TrainingSpec, hardware: Hardware, nodes: int, local: bool
+) -> tuple[ShardingPlan, list[Problem]]:
+    """Return the plan with what was mended in its notes, and every finding.
+
+    Args:
+        spec: what was asked.
+        hardware: the machine.
+        nodes: machines like it.
+        local: whether it is this one.
+
+    Raises:
+        Refused: what cannot be planned.
+    """
+    plan = make_plan(spec, hardware, count_rows(spec), nodes, correction=recall(spec, hardware))
+    plan, mended = apply_fixes(spec, hardware, plan)
+    plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
+    return plan, list(validate(spec, hardware, plan, local=local))
 
 
 def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> dict[str, Any] | None:
@@ -131,10 +148,13 @@ def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
 
 def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:
     """Return the machine to plan for: recorded, imagined, or this one."""
-    if arguments.hardware:
-        return _recorded(arguments.hardware)
-    if arguments.gpu:
-        return imagined(arguments.gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
+    return _recorded(arguments.hardware) if arguments.hardware else machine(spec, arguments.gpu)
+
+
+def machine(spec: TrainingSpec, gpu: str | None) -> Hardware:
+    """Return a machine with GPUs of the kind `gpu`, or this one when None."""
+    if gpu:
+        return imagined(gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
     return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])
 
 

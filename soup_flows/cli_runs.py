@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from soup_flows.errors import TrainingFailed
 from soup_flows.spec import parse_spec
@@ -38,24 +38,26 @@ def run_flow(values: dict[str, Any], as_json: bool) -> int:
     os.environ.setdefault("PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "300")
     if as_json:
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
-    parse_spec(values)  # a wrong spec is refused before Prefect is imported
-    from prefect.exceptions import CancelledRun
-
+    spec = parse_spec(values)  # a wrong spec is refused before Prefect is imported
+    from soup_flows.block_use import apply_blocks
     from soup_flows.flows import soup_train
+    from soup_flows.paths import RunPaths
     from soup_flows.report import TrainReport
 
     try:
-        report = soup_train(**values)
+        state = soup_train(**values, return_state=True)
+        if state.is_cancelled():
+            report = TrainReport.load(
+                RunPaths.of(apply_blocks(spec).output_dir, str(state.state_details.flow_run_id)).root
+            )
+            if not as_json:
+                print(state.message, file=sys.stderr)
+        else:
+            report = cast(TrainReport, state.result())
     except TrainingFailed as failed:
         report = TrainReport.load(failed.run_dir)
         if not as_json:
             print(failed, file=sys.stderr)
-    except CancelledRun as cancelled:
-        if as_json:
-            print_json({"state": "cancelled", "cause": str(cancelled)})
-        else:
-            print(cancelled, file=sys.stderr)
-        return STOPPED
     if as_json:
         print_json(report.model_dump(mode="json"))
     elif report.state == "completed":

@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from soup_flows.deepspeed import DEEPSPEED_ALIASES, DEEPSPEED_PRESETS
-from soup_flows.errors import nearest, refuse
-from soup_flows.fsdp import FSDP_PRESETS
+from soup_flows.errors import refuse
 from soup_flows.paths import write_atomic, write_json
+from soup_flows.presets import strategy_settings
 from soup_flows.spec import DEMO_DATASET, DEMO_MODEL, TrainingSpec
 
 DEMO_ROWS = 2000
@@ -267,21 +266,11 @@ def demo_parameters(preset: str = "zero2", output_dir: str | Path = "demo-output
     Raises:
         Refused: for an unknown preset, with the nearest.
     """
-    kinds = (
-        ("deepspeed", (*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES)),
-        ("fsdp", FSDP_PRESETS),
-        ("strategy", ("ddp",)),
-    )
-    kind = next((kind for kind, names in kinds if preset in names), None)
-    if kind is None:
-        names = [name for _, group in kinds for name in group]
-        fix = f"{nearest(preset, names)} Presets: {', '.join(names)}".strip()
-        raise refuse("DEMO004", "preset", f"got {preset!r}", fix)
     return {
         "model": DEMO_MODEL,
         "dataset": DEMO_DATASET,
         "output_dir": str(output_dir),
-        kind: preset,
+        **strategy_settings(preset, plain=("ddp",)),
         "gpus": 2,
         "device": "cpu",
         "training": {"learning_rate": 2e-3, "global_batch_size": 16, "num_train_epochs": 1},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -97,18 +98,33 @@ class TrainingFailed(SoupFlowsError):
         cause: one sentence, plain language.
         advice: what to do about it.
         run_dir: the folder that explains the run.
+        step: optimizer steps that were made.
+        tried: what earlier attempts of the run changed, in order.
     """
 
-    def __new__(cls, failure_class: FailureClass, *_: str, **__: str) -> TrainingFailed:
+    def __new__(cls, failure_class: FailureClass, *_: str, **__: object) -> TrainingFailed:
         """Make the subclass of `failure_class`."""
         return super().__new__(FAILURES[failure_class] if cls is TrainingFailed else cls)
 
-    def __init__(self, failure_class: FailureClass, cause: str, advice: str = "", run_dir: str = "") -> None:
+    def __init__(
+        self,
+        failure_class: FailureClass,
+        cause: str,
+        advice: str = "",
+        run_dir: str = "",
+        *,
+        step: int = 0,
+        tried: Sequence[str] = (),
+    ) -> None:
         self.failure_class: FailureClass = failure_class
         self.cause = cause
         self.advice = advice
         self.run_dir = run_dir
-        parts = [f"{failure_class}: {cause}"]
+        self.step = step
+        self.tried = tuple(tried)
+        parts = [f"{failure_class} after step {step}: {cause}" if step else f"{failure_class}: {cause}"]
+        if self.tried:
+            parts.append("Tried before: " + "; ".join(self.tried))
         if advice:
             parts.insert(0, f"What to do: {advice}")
         if run_dir:
@@ -116,7 +132,8 @@ class TrainingFailed(SoupFlowsError):
         super().__init__("\n".join(parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.failure_class, self.cause, self.advice, self.run_dir)
+        build = partial(type(self), step=self.step, tried=self.tried)
+        return build, (self.failure_class, self.cause, self.advice, self.run_dir)
 
 
 class CudaOutOfMemory(TrainingFailed):

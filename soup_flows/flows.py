@@ -24,6 +24,7 @@ from soup_flows.artifacts import (
 )
 from soup_flows.attempt import CLEANING_S
 from soup_flows.attempts import check_restarts, reconcile
+from soup_flows.block_use import apply_blocks
 from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
@@ -40,17 +41,31 @@ from soup_flows.roots import problems_with_roots
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import (
+    BlockNames,
+    Blocks,
+    Data,
+    Dataset,
     DataSettings,
-    DeepSpeedPreset,
-    Device,
-    FSDPPreset,
-    GpuCount,
+    DeepSpeedChoice,
+    DeepSpeedFile,
+    DeviceChoice,
+    FSDPChoice,
+    Gpus,
+    Launcher,
     LauncherSettings,
+    Lora,
     LoraSettings,
-    PlainStrategy,
+    Model,
+    NvmeFolder,
+    OutputDir,
+    Recovery,
     RecoverySettings,
+    Strategy,
+    Training,
     TrainingSettings,
     TrainingSpec,
+    TrustRemoteCode,
+    Validation,
     ValidationSettings,
     parse_spec,
 )
@@ -73,23 +88,24 @@ from soup_flows.tasks import (
     on_crashed=[sweep_run],
 )
 def soup_train(
-    model: str,
-    dataset: str,
-    output_dir: str = "outputs",
-    deepspeed: DeepSpeedPreset | None = None,
-    fsdp: FSDPPreset | None = None,
-    deepspeed_config: str | None = None,
-    strategy: PlainStrategy = "auto",
-    gpus: GpuCount = "auto",
-    device: Device = "auto",
-    nvme_path: str | None = None,
-    trust_remote_code: bool = False,
-    training: TrainingSettings = TrainingSettings(),  # noqa: B008 (a frozen value)
-    lora: LoraSettings = LoraSettings(),  # noqa: B008
-    data: DataSettings = DataSettings(),  # noqa: B008
-    recovery: RecoverySettings = RecoverySettings(),  # noqa: B008
-    launcher: LauncherSettings = LauncherSettings(),  # noqa: B008
-    validation: ValidationSettings = ValidationSettings(),  # noqa: B008
+    model: Model,
+    dataset: Dataset,
+    output_dir: OutputDir = "outputs",
+    deepspeed: DeepSpeedChoice = None,
+    fsdp: FSDPChoice = None,
+    deepspeed_config: DeepSpeedFile = None,
+    strategy: Strategy = "auto",
+    gpus: Gpus = "auto",
+    device: DeviceChoice = "auto",
+    nvme_path: NvmeFolder = None,
+    trust_remote_code: TrustRemoteCode = False,
+    training: Training = TrainingSettings(),  # noqa: B008 (a frozen value)
+    lora: Lora = LoraSettings(),  # noqa: B008
+    data: Data = DataSettings(),  # noqa: B008
+    recovery: Recovery = RecoverySettings(),  # noqa: B008
+    launcher: Launcher = LauncherSettings(),  # noqa: B008
+    validation: Validation = ValidationSettings(),  # noqa: B008
+    blocks: Blocks = BlockNames(),  # noqa: B008
 ) -> TrainReport | State:
     """Fine-tune a model on the GPUs of this machine: planned or refused, proven, supervised, explained.
 
@@ -112,10 +128,11 @@ def soup_train(
         recovery: What is saved on the way, what a run goes on from, and what happens after a failure.
         launcher: How the processes are started, watched and stopped.
         validation: Which findings of the validation count: silenced rules, and warnings as errors.
+        blocks: Names of blocks: credentials, tracker, checkpoint store, placement.
 
     Returns:
         The report; it is in the run directory and in the artifact soup-train-report too. A run that was
-        cancelled in Prefect ends in the state Cancelled.
+        cancelled in Prefect, or stopped on request, ends in the state Cancelled.
 
     Raises:
         Refused: nothing was started; all problems, each with its fix.
@@ -186,9 +203,9 @@ def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitS
             decision = decide(ready.spec.recovery, ready.plan, report.ledger, ready.replanned)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)
-            if not decision.retry or wait(decision.wait_s, ready.paths):
+            if not decision.retry or wait(decision.wait_s, ready.paths) or cancel_was_asked():
                 save_report(report)
-                if report.failure_class == "cancelled" and cancel_was_asked():
+                if report.failure_class == "cancelled" or cancel_was_asked():
                     # From Cancelling the server lets a run come to Cancelled only; a failure would stay there.
                     return Cancelled(message=str(failed))
                 raise
@@ -207,7 +224,7 @@ def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitS
 
 def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitStack) -> Ready | TrainReport:
     """Detect, prepare, plan, validate and write; a report when this work is finished already."""
-    spec = parse_spec(values)
+    spec = apply_blocks(parse_spec(values))
     _check_output_outlives_the_run(spec)
     spec = resolve_demo(spec)
     paths = RunPaths.of(spec.output_dir, run_id)

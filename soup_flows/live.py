@@ -62,8 +62,12 @@ class LiveView:
             emit("started", run_id, attempt=self._launch.attempt, world_size=event.get("world_size"))
         elif kind == "resumed" and event.get("rank") == 0:
             emit("resumed", run_id, step=event.get("step"))
+        elif kind == "metrics" and event.get("rank") == 0 and event.get("loss", 0.0) is None:
+            emit("nan", run_id, step=event.get("step"), attempt=self._launch.attempt)
         elif kind.startswith("checkpoint") and event.get("rank") == 0:
             emit("checkpoint", run_id, step=event.get("step"), what=kind, path=event.get("path"))
+        elif kind in ("mirrored", "mirror_failed"):
+            emit(kind, run_id, **{k: event.get(k) for k in ("what", "url", "bytes", "reason") if k in event})
 
     def _publish(self) -> None:
         state = self.state

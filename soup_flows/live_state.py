@@ -68,10 +68,18 @@ class LiveState:
             self._take_step(event)
         elif kind == "evaluation":
             self.eval_loss = event.get("eval_loss")
-        elif kind in ("warning", "error", "resumed", "save_failed") or kind.startswith("checkpoint"):
+        elif kind in (
+            "warning",
+            "error",
+            "resumed",
+            "save_failed",
+            "mirrored",
+            "mirror_failed",
+        ) or kind.startswith("checkpoint"):
             text = (
                 event.get("message")
                 or event.get("reason")
+                or event.get("url")
                 or (f"step {event['step']}" if "step" in event else "")
             )
             self.notes = [*self.notes[-9:], f"{kind} {text}".strip()]

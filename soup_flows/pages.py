@@ -304,6 +304,8 @@ def _where(report: TrainReport) -> str:
     if report.attempts:
         logs = f"`{report.run_dir}/attempt-{report.attempts}/logs/`"
         rows.append(("logs of every rank", logs))
+    rows += [(f"{m.what} in the checkpoint store", f"`{m.url}`, confirmed") for m in report.mirrored[-2:]]
+    rows += [("**not** in the checkpoint store", failure) for failure in report.mirror_failures]
     rows.append(("this report as JSON", f"`{report.run_dir}/report.json`"))
     return "## Where things are\n\n" + table(("what", "where"), rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -109,6 +109,29 @@ _WHY: dict[str, str] = {
     "fsdp_config.state_dict_type": "checkpoints hold whole tensors, which every kind of save can use",
 }
 """Key of a preset -> what it does."""
+
+
+def strategy_settings(preset: str, plain: Sequence[str] = ("ddp", "single")) -> dict[str, str]:
+    """Return the one setting of a spec that asks for a preset, such as `{"fsdp": "full_shard"}`.
+
+    Args:
+        preset: a preset of DeepSpeed or FSDP, or one of `plain`.
+        plain: strategies without a preset that are taken.
+
+    Raises:
+        Refused: for another name, with the nearest.
+    """
+    kinds = (
+        ("deepspeed", (*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES)),
+        ("fsdp", FSDP_PRESETS),
+        ("strategy", tuple(plain)),
+    )
+    kind = next((kind for kind, names in kinds if preset in names), None)
+    if kind is None:
+        names = [name for _, group in kinds for name in group]
+        fix = f"{nearest(preset, names)} Presets: {', '.join(names)}".strip()
+        raise refuse("DEMO004", "preset", f"got {preset!r}", fix)
+    return {kind: preset}
 
 
 def presets_table() -> list[PresetRow]:

@@ -14,6 +14,7 @@ from soup_flows.ledger import Attempt
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic
 from soup_flows.proof import Proof
 from soup_flows.sharding import ShardingPlan
+from soup_flows.store import Mirrored
 
 RunState = Literal["completed", "failed", "cancelled", "refused"]
 
@@ -134,6 +135,9 @@ class TrainReport(BaseModel):
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     """Sealed by the last attempt; older ones than `recovery.save_total_limit` are gone."""
     save_failures: tuple[str, ...] = ()
+    mirrored: tuple[Mirrored, ...] = ()
+    """What the last attempt brought to the checkpoint store, confirmed."""
+    mirror_failures: tuple[str, ...] = ()
     set_aside: tuple[str, ...] = ()
     """Checkpoints that did not verify before the last attempt: where each is, and why."""
     stopped_at: Stopped | None = None
@@ -202,6 +206,7 @@ _VALUES: dict[str, tuple[str, type[BaseModel]]] = {
     "early_stop": ("early_stop", EarlyStop),
     "best": ("best", BestModel),
     "checkpoint": ("checkpoints", SavedCheckpoint),
+    "mirrored": ("mirrored", Mirrored),
 }
 """Events that become a value: the report's field and the value's type."""
 
@@ -230,8 +235,9 @@ def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
 
     Torn lines and unknown events are skipped; a folder without events gives an empty report.
     """
-    found: dict[str, Any] = {"train": [], "evaluations": [], "memory": [], "checkpoints": []}
+    found: dict[str, Any] = {"train": [], "evaluations": [], "memory": [], "checkpoints": [], "mirrored": []}
     failures: list[str] = []
+    mirror_failures: list[str] = []
     started = None
     for event in tail_events(attempt.events).poll():
         kind, numbers = event.get("kind"), event
@@ -249,12 +255,14 @@ def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
         elif kind in _VALUES:
             name, model = _VALUES[kind]
             value = model.model_validate({k: event[k] for k in model.model_fields if k in event})
-            if kind == "checkpoint":
+            if kind in ("checkpoint", "mirrored"):
                 found[name].append(value)
             else:
                 found[name] = value
         elif kind == "save_failed":
             failures.append(f"step {event['step']}: {event['reason']}")
+        elif kind == "mirror_failed":
+            mirror_failures.append(f"{event['what']}: {event['reason']}")
         elif kind == "memory":
             fields = {k: event[k] for k in RankMemory.model_fields if k in event}
             if not any(m.rank == fields["rank"] for m in found["memory"]):
@@ -262,6 +270,7 @@ def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
         if kind == "metrics" and started is not None and "start_seconds" not in found:
             found["start_seconds"] = event["time"] - started
     found["save_failures"] = tuple(failures)
+    found["mirror_failures"] = tuple(mirror_failures)
     found["memory"].sort(key=lambda memory: memory.rank)
     try:
         result = json.loads(attempt.result.read_text())

@@ -73,7 +73,9 @@ def work_hash(spec: TrainingSpec, content: str | None) -> str:
     root = Path(__file__).parent
     for file in sorted(root.rglob("*.py")):
         code.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    settings = spec.model_dump(mode="json", exclude={"output_dir", "recovery", "launcher", "validation"})
+    settings = spec.model_dump(
+        mode="json", exclude={"output_dir", "recovery", "launcher", "validation", "blocks"}
+    )
     return digest([settings, content or spec.dataset, code.hexdigest(), library_versions()])
 
 

@@ -11,8 +11,9 @@ from soup_flows.manifest import Manifest, library_versions
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
-FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "gpus", "device", "deepspeed", "fsdp",
-                         "deepspeed_config", "strategy", "nvme_path", "trust_remote_code", "dataset"})  # fmt: skip
+FREE_GROUPS = frozenset({"output_dir", "launcher", "recovery", "validation", "blocks", "gpus", "device",
+                         "deepspeed", "fsdp", "deepspeed_config", "strategy", "nvme_path", "trust_remote_code",
+                         "dataset"})  # fmt: skip
 """Settings that may differ when a run goes on, or are compared otherwise (strategy, data, world size)."""
 FREE_FIELDS = frozenset({"training.per_device_train_batch_size", "training.gradient_checkpointing",
                          "training.logging_steps", "training.eval_steps", "training.dtype",

@@ -9,13 +9,34 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from soup_flows.errors import Problem
 
 ROOTS_VAR = "SOUP_FLOWS_ROOTS"
 """Folders divided by `:`; unset or empty: no limit."""
 OUTSIDE_ROOTS = "SPEC004"
+REMOTE = (
+    "s3",
+    "s3a",
+    "gs",
+    "gcs",
+    "az",
+    "abfs",
+    "abfss",
+    "hf",
+    "http",
+    "https",
+    "hdfs",
+    "webhdfs",
+    "oss",
+    "demo",
+)
+"""Schemes that name nothing on this machine; one that is not here may (`git://`, `reference://`)."""
+WRAPPERS = ("zip", "tar", "gzip", "simplecache", "filecache", "blockcache")
+"""Schemes of fsspec around another address."""
+NOWHERE = Path("/")
+"""Stands for an address of which it is not known what it names; inside no root but `/`."""
 
 
 def problems_with_roots(paths: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> list[Problem]:
@@ -54,14 +75,22 @@ def _inside(path: Path, roots: list[Path]) -> bool:
 def _local_paths(value: str) -> Iterator[Path]:
     """Yield the paths of this machine that a value names: none for a Hub id or a remote address."""
     for part in value.split("::"):  # fsspec chains addresses: zip://rows.jsonl::file:///data/rows.zip
-        scheme = urlsplit(part).scheme if "://" in part else ""
+        scheme, _, rest = part.partition("://") if "://" in part else ("", "", part)
         if scheme in ("file", "local"):
-            yield Path(unquote(part.split("://", 1)[1]))
-        elif not scheme and _is_path(part):
+            yield Path(unquote(rest))
+        elif scheme not in ("", *REMOTE, *WRAPPERS):
+            yield NOWHERE
+        elif not scheme and part not in WRAPPERS and _is_path(part):
             yield Path(part)
 
 
 def _is_path(text: str) -> bool:
-    """Tell a path from a Hub id (`owner/name`), which looks like a relative path that is not there."""
-    looks = text.startswith((".", "/", "~")) or ".." in Path(text).parts or text.count("/") != 1
-    return looks or Path(text).parent.exists()
+    """Tell a path from an id of the Hub (`owner/name`), which looks like a relative path that is not there."""
+    first = Path(text).parts[0] if Path(text).parts else "."
+    return (
+        "/" not in text
+        or first in (".", "..", "/")
+        or ".." in text
+        or first[0] == "~"
+        or Path(first).exists()
+    )

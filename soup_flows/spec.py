@@ -228,6 +228,46 @@ class LauncherSettings(Group):
         return value
 
 
+class BlockNames(Group):
+    """Settings and secrets that are kept in Prefect as blocks, by name."""
+
+    hugging_face: str | None = Field(None, min_length=1, title="Hugging Face credentials")
+    """Block of the type Soup Hugging Face Credentials; the ranks get its token as HF_TOKEN."""
+    tracker: str | None = Field(None, min_length=1, title="Experiment tracker")
+    """Block of the type Soup Experiment Tracker; rank 0 reports there."""
+    checkpoint_store: str | None = Field(None, min_length=1, title="Checkpoint store")
+    """Block of the type Soup Checkpoint Store; checkpoints and the model are copied there, and a run that comes
+    back on another machine goes on from there."""
+    placement: str | None = Field(None, min_length=1, title="Placement")
+    """Block of the type Soup Placement, with the defaults of a GPU host."""
+
+
+def titled(title: str, **limits: Any) -> Any:
+    """Return a field of a flow's parameter with a title; Prefect would show the bare name (prefect 3.9.1)."""
+    return Field(title=title, json_schema_extra={"title": title}, **limits)
+
+
+# The types of the spec's fields and of the flows' parameters, with the titles that Prefect's form shows.
+Model = Annotated[str, titled("Model", min_length=1)]
+Dataset = Annotated[str, titled("Data set", min_length=1)]
+OutputDir = Annotated[str, titled("Output folder", min_length=1)]
+DeepSpeedChoice = Annotated[DeepSpeedPreset | None, titled("DeepSpeed preset")]
+FSDPChoice = Annotated[FSDPPreset | None, titled("FSDP preset")]
+DeepSpeedFile = Annotated[str | None, titled("DeepSpeed JSON")]
+Strategy = Annotated[PlainStrategy, titled("Strategy without a preset")]
+Gpus = Annotated[GpuCount, titled("GPUs")]
+DeviceChoice = Annotated[Device, titled("Device")]
+NvmeFolder = Annotated[str | None, titled("NVMe folder")]
+TrustRemoteCode = Annotated[bool, titled("Run the model's own Python code")]
+Training = Annotated[TrainingSettings, titled("Training")]
+Lora = Annotated[LoraSettings, titled("LoRA")]
+Data = Annotated[DataSettings, titled("Data")]
+Recovery = Annotated[RecoverySettings, titled("Recovery")]
+Launcher = Annotated[LauncherSettings, titled("Launcher")]
+Validation = Annotated[ValidationSettings, titled("Validation")]
+Blocks = Annotated[BlockNames, titled("Blocks")]
+
+
 class TrainingSpec(Group):
     """One fine-tuning job. Strict: unknown keys and contradictions are errors.
 
@@ -235,42 +275,44 @@ class TrainingSpec(Group):
         pydantic.ValidationError: use `parse_spec` to get `Refused` with readable problems instead.
     """
 
-    model: str = Field(min_length=1, title="Model")
+    model: Model
     """Folder with `config.json`, or a Hub id; `demo://tiny-llama` builds a tiny random model."""
-    dataset: str = Field(min_length=1, title="Data set")
+    dataset: Dataset
     """File or folder (JSON lines, JSON, CSV, text, Parquet, Arrow), Hub data set
     `owner/name[@revision][/path][:split]`, or URL that fsspec opens (`s3://`, `https://`);
     `demo://stdlib-qa` is made from the standard library."""
-    output_dir: str = Field("outputs", min_length=1, title="Output folder")
+    output_dir: OutputDir = "outputs"
     """Runs are kept in `<output_dir>/runs/<run id>/`."""
-    deepspeed: DeepSpeedPreset | None = Field(None, title="DeepSpeed preset")
+    deepspeed: DeepSpeedChoice = None
     """DeepSpeed ZeRO preset; not together with `fsdp` or `deepspeed_config`."""
-    fsdp: FSDPPreset | None = Field(None, title="FSDP preset")
+    fsdp: FSDPChoice = None
     """PyTorch FSDP2 preset; not together with `deepspeed` or `deepspeed_config`."""
-    deepspeed_config: str | None = Field(None, title="DeepSpeed JSON")
+    deepspeed_config: DeepSpeedFile = None
     """Path of your own DeepSpeed JSON, used byte for byte."""
-    strategy: PlainStrategy = Field("auto", title="Strategy without a preset")
+    strategy: Strategy = "auto"
     """`auto` picks the least sharding that fits; `single` and `ddp` are strategies without a preset."""
-    gpus: GpuCount = Field("auto", title="GPUs")
+    gpus: Gpus = "auto"
     """GPUs of this machine (one rank each), or CPU ranks with `device=cpu`."""
-    device: Device = Field("auto", title="Device")
+    device: DeviceChoice = "auto"
     """`cpu` runs the ranks on CPU over gloo: rehearsals, tests, the demo."""
-    nvme_path: str | None = Field(None, title="NVMe folder")
+    nvme_path: NvmeFolder = None
     """Folder on a local NVMe disk for `zero3_nvme`."""
-    trust_remote_code: bool = Field(False, title="Run the model's own Python code")
+    trust_remote_code: TrustRemoteCode = False
     """Off unless you asked for it: the model repository's code runs with your rights."""
-    training: TrainingSettings = Field(default_factory=TrainingSettings, title="Training")
+    training: Training = TrainingSettings()
     """How the model is trained."""
-    lora: LoraSettings = Field(default_factory=LoraSettings, title="LoRA")
+    lora: Lora = LoraSettings()
     """Adapter settings, used when `training.method` is `lora` or `qlora`."""
-    data: DataSettings = Field(default_factory=DataSettings, title="Data")
+    data: Data = DataSettings()
     """What the rows mean and how long they may be."""
-    recovery: RecoverySettings = Field(default_factory=RecoverySettings, title="Recovery")
+    recovery: Recovery = RecoverySettings()
     """What is saved on the way, what a run goes on from, and what happens after a failure."""
-    launcher: LauncherSettings = Field(default_factory=LauncherSettings, title="Launcher")
+    launcher: Launcher = LauncherSettings()
     """How the processes are started, watched and stopped."""
-    validation: ValidationSettings = Field(default_factory=ValidationSettings, title="Validation")
+    validation: Validation = ValidationSettings()
     """Which findings of the validation count."""
+    blocks: Blocks = BlockNames()
+    """Settings and secrets that are kept in Prefect as blocks, by name."""
 
     @field_validator("gpus", mode="before")
     @classmethod
@@ -282,17 +324,17 @@ class TrainingSpec(Group):
 
     def local_paths(self) -> dict[str, str]:
         """Return the fields that may name files of this machine, with what was given for them."""
-        named = {
-            "model": self.model,
-            "dataset": self.dataset,
-            "output_dir": str(Path(self.output_dir).expanduser().absolute()),
+        resume = self.recovery.resume if "/" in self.recovery.resume else None
+        written = {
+            "output_dir": self.output_dir,
             "deepspeed_config": self.deepspeed_config,
             "nvme_path": self.nvme_path,
-            "data.eval_dataset": self.data.eval_dataset,
-            "data.cache_dir": self.data.cache_dir and str(Path(self.data.cache_dir).expanduser().absolute()),
-            "recovery.resume": self.recovery.resume if "/" in self.recovery.resume else None,
+            "data.cache_dir": self.data.cache_dir,
+            "recovery.resume": resume,
         }
-        return {field: value for field, value in named.items() if value and "demo://" not in value}
+        absolute = {field: str(Path(p).expanduser().absolute()) for field, p in written.items() if p}
+        named = {"model": self.model, "dataset": self.dataset, "data.eval_dataset": self.data.eval_dataset}
+        return {field: value for field, value in named.items() if value} | absolute
 
     @property
     def compares_answers(self) -> bool:
@@ -378,7 +420,7 @@ def _right_name(parts: Sequence[str], names: Sequence[str]) -> str:
     known = OTHER_WORDS.get(parts[-1])
     if known is not None and known.split(" ")[0] != ".".join(parts):
         return f"here it is {known}"
-    groups = {name: field.default_factory for name, field in TrainingSpec.model_fields.items()}
+    groups = {name: field.annotation for name, field in TrainingSpec.model_fields.items()}
     homes = [
         f"{name}.{parts[-1]}"
         for name, kind in groups.items()

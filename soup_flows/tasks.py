@@ -20,6 +20,7 @@ from prefect.logging import get_run_logger
 from soup_flows.artifacts import save_data_report
 from soup_flows.attempt import CLEANING_S, free_now, lease_settings, run_attempt
 from soup_flows.attempts import record, where_stopped
+from soup_flows.block_use import bring_back, checkpoint_store, credentials
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.errors import FailureClass, Problem, Refused, TrainingFailed
@@ -77,7 +78,8 @@ def prepare_dataset(spec: TrainingSpec) -> PreparedData:
         read_model_config(
             spec.model
         )  # a folder that is no model is refused in better words than a tokenizer's
-        data = prepare_data(spec)
+        with credentials(spec):
+            data = prepare_data(spec)
     except Refused as refused:
         raise _with_others(refused, spec) from None
     report = data.train.report
@@ -159,7 +161,8 @@ def validate_strategy(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan
     Raises:
         Refused: with all problems at once, if one of them is an error.
     """
-    problems = validate(spec, hardware, plan, deep=spec.validation.deep)
+    with credentials(spec):
+        problems = validate(spec, hardware, plan, deep=spec.validation.deep)
     for problem in problems:
         _logger().log(logging.INFO if problem.severity == "note" else logging.WARNING, "%s", problem)
     if any(problem.severity == "error" for problem in problems):
@@ -216,6 +219,7 @@ def _write_run(
     attempt = 1
     while paths.attempt(attempt).root.exists():
         attempt += 1
+    bring_back(spec, paths)
     orders = find_start(spec, plan, paths, change)
     paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
@@ -226,20 +230,22 @@ def _write_run(
     if data is not None:
         write_atomic(paths.data, data.model_dump_json(indent=2))
     write_atomic(paths.orders, orders.model_dump_json(indent=2))
-    launch = build_launch_plan(
-        paths=paths,
-        run_id=paths.root.name,
-        attempt=attempt,
-        nproc_per_node=plan.ranks_per_node,
-        device=plan.device,
-        config_path=config_path,
-        omp_num_threads=spec.launcher.omp_num_threads or max(1, hardware.cpu_cores // plan.ranks_per_node),
-        stop_budget_s=spec.launcher.stop_budget_s,
-        timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
-        cuda_visible_devices=_devices(hardware, plan),
-        stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
-        lease=lease_settings(spec, plan),
-    )
+    threads = spec.launcher.omp_num_threads or max(1, hardware.cpu_cores // plan.ranks_per_node)
+    with credentials(spec):
+        launch = build_launch_plan(
+            paths=paths,
+            run_id=paths.root.name,
+            attempt=attempt,
+            nproc_per_node=plan.ranks_per_node,
+            device=plan.device,
+            config_path=config_path,
+            omp_num_threads=threads,
+            stop_budget_s=spec.launcher.stop_budget_s,
+            timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
+            cuda_visible_devices=_devices(hardware, plan),
+            stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
+            lease=lease_settings(spec, plan),
+        )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     return launch, orders
 
@@ -296,8 +302,14 @@ def launch_distributed_train(
     }
     begun, clock = time.time(), time.monotonic()
     try:
-        with own_run_watch(on_pause=lambda: stop(paths.root, save=True)) as server_says:
-            outcome = run_attempt(launch, logger, lambda: server_says() or asked_to_stop(paths))
+        spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
+        with (
+            own_run_watch(on_pause=lambda: stop(paths.root, save=True)) as server_says,
+            credentials(spec),
+        ):
+            outcome = run_attempt(
+                launch, logger, lambda: server_says() or asked_to_stop(paths), checkpoint_store(spec)
+            )
     except BaseException as stopped:
         report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
         report = record(paths, launch.attempt, report, begun, change)
@@ -328,7 +340,14 @@ def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]
 
 
 def _failure(report: TrainReport) -> TrainingFailed:
-    return TrainingFailed(report.failure_class or "unknown", report.cause, report.advice, report.run_dir)
+    return TrainingFailed(
+        report.failure_class or "unknown",
+        report.cause,
+        report.advice,
+        report.run_dir,
+        step=report.steps,
+        tried=report.ledger[-1].change.path if report.ledger else (),
+    )
 
 
 def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:

@@ -75,7 +75,7 @@ def _from_hub(source: str, hub: HubSource, field: str) -> None:
 def _by_fsspec(source: str, field: str) -> None:
     """Copy a file or a folder through fsspec; a copy whose original has not changed is kept."""
     try:
-        import fsspec  # type: ignore[import-untyped]
+        import fsspec
     except ImportError:
         fix = "pip install 'soup-flows[train]'"
         raise refuse("DATA024", field, f"{without_secrets(source)} needs fsspec to be read", fix) from None

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 import soup_flows
 from soup_flows.launch import layout
 from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
+from soup_flows.lent import run_environment
 from soup_flows.paths import AttemptPaths, RunPaths
 
 PACKAGE_ROOT = str(Path(soup_flows.__file__).resolve().parent.parent)
@@ -213,7 +214,7 @@ def build_launch_plan(
         ),
         env=env,
         unset=INHERITED_RANK_VARIABLES + ORCHESTRATOR_SECRETS,
-        secrets=tuple(name for name in PASSED_SECRETS if name in os.environ),
+        secrets=tuple(name for name in PASSED_SECRETS if name in run_environment()),
         config_path=config_path,
         stop_budget_s=stop_budget_s,
         timeout_s=timeout_s,

@@ -23,6 +23,7 @@ from soup_flows.launch.plan import PACKAGE_ROOT, LaunchPlan
 from soup_flows.launch.receipt import read_receipt, remove_temporary
 from soup_flows.launch.ship import OnEvents, OnLines, Tailer
 from soup_flows.launch.supervisor import STOP_SIGNALS, TIDYING_S, UNKILLABLE_S
+from soup_flows.lent import run_environment
 from soup_flows.paths import write_json
 
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from soup_flows.launch.supervisor import main; main()"
@@ -113,8 +114,8 @@ def _start(plan: LaunchPlan, channel: Path, lease_fds: Sequence[int]) -> subproc
         ),
     }
     spec_path = write_json(channel / "supervisor.json", spec)
-    environment = plan.environment(os.environ)
-    environment |= {layout.CHANNEL: str(channel), proc.SUPERVISOR_MARKER: plan.run_id}
+    variables = plan.environment(run_environment())
+    variables |= {layout.CHANNEL: str(channel), proc.SUPERVISOR_MARKER: plan.run_id}
     log_fd = os.open(layout.supervisor_log(attempt), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     # Inherited as blocked: a stop signal waits until the supervisor is ready for it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -124,7 +125,7 @@ def _start(plan: LaunchPlan, channel: Path, lease_fds: Sequence[int]) -> subproc
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_fd,
-            env=environment,
+            env=variables,
             bufsize=0,
             pass_fds=lease_fds,
         )

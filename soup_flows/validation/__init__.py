@@ -6,7 +6,6 @@ No torch is imported; the rules are data and small functions. `docs/rules.md` is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from soup_flows.deepspeed import load_deepspeed_config
 from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware
 from soup_flows.hardware.doctor import doctor
+from soup_flows.lent import run_environment
 from soup_flows.sharding import ShardingPlan, memory_problems
 from soup_flows.spec import TrainingSpec
 from soup_flows.validation import (
@@ -146,7 +146,7 @@ def make_context(
     """Read what the rules look at; the problems are those of reading model and data."""
     facts, problems = look_at_model(spec.model)
     rows, unread = look_at_data(spec)
-    inherited = os.environ if environ is None else environ
+    inherited = run_environment() if environ is None else environ
     return Context(spec, hardware, plan, facts, rows, inherited, local), problems + unread
 
 

@@ -5,7 +5,6 @@ The looking is done in a child process (`soup_flows.training.look`), so that tor
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from soup_flows.data.prepare import cache_folder, entry_of, sha256
 from soup_flows.errors import Problem, Refused
+from soup_flows.lent import run_environment
 from soup_flows.manifest import library_versions
 from soup_flows.paths import write_atomic
 from soup_flows.resume import digest
@@ -263,7 +263,7 @@ def look(spec: TrainingSpec) -> Seen | str:
 
 def _look_now(spec: TrainingSpec) -> Seen | str:
     """Look in a child process, so that torch is never imported here."""
-    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    environ = {**run_environment(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "soup_flows.training.look"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,21 @@ def test_an_accelerate_file_gives_the_same_plan(
     assert main(["plan", *asked[:4], "--accelerate-config", str(file), "--json"]) == 0
     plan = json_of(capsys)["plan"]
     assert (plan["strategy"], plan["world_size"], plan["device"]) == ("zero2", 2, "cpu")
+
+
+def test_every_command_takes_json_and_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for code, meaning in ((0, "good"), (1, "failed"), (2, "refused"), (3, "stopped"), (4, "nothing")):
+        assert any(str(code) in line and meaning in line for line in text.splitlines()), meaning
+    commands = (
+        text[text.index("{") + 1 : text.index("}")].split(",")
+        if "{" in text
+        else re.findall(r"^    (\w+) ", text, re.MULTILINE)
+    )
+    assert {"train", "plan", "data", "deploy", "doctor", "stop", "drill"} <= set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--json" in capsys.readouterr().out, command

@@ -36,7 +36,12 @@ def test_paths_inside_and_names_of_the_hub_pass(folder: Path) -> None:
     parse_spec(values(folder))
     parse_spec(values(folder) | {"model": "org/model", "dataset": f"file://{folder}/rows.jsonl"})
     parse_spec({"model": "demo://tiny-llama", "dataset": "demo://stdlib-qa"})
-    assert parse_spec(values(folder) | {"dataset": "s3://bucket/rows.jsonl"}).dataset
+    for elsewhere in (
+        "s3://bucket/rows.jsonl",
+        "org/rows@main/data:test",
+        "zip://a.jsonl::https://host/a.zip",
+    ):
+        assert parse_spec(values(folder) | {"dataset": elsewhere}).dataset == elsewhere
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,9 @@ def test_paths_inside_and_names_of_the_hub_pass(folder: Path) -> None:
         "way-out/rows.jsonl",
         "file:///etc/passwd",
         "zip://rows.jsonl::file:///data/rows.zip",
+        "simplecache::/etc/passwd",
+        "git:///home/somebody/repository",
+        "rows/../../other.jsonl",
         "~nobody-of-this-name/rows",
     ],
 )

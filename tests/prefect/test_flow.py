@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,14 @@ from prefect.client.schemas.filters import (
     LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import State
+from prefect.settings import get_current_settings
+from prefect.types import SecretDict
+from pydantic import SecretStr
 
 from soup_flows.artifacts import load_run_config
+from soup_flows.blocks import CheckpointStore, HuggingFaceCredentials
 from soup_flows.flows import soup_train
+from soup_flows.pipelines import finetune_pipeline
 from soup_flows.report import TrainReport
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
@@ -36,11 +43,73 @@ def artifacts_of(state: State[Any]) -> dict[str, Any]:
         }
 
 
+TOKENS = {"WANDB_API_KEY": "planted-wandb-1f4e", "AWS_SECRET_ACCESS_KEY": "planted-aws-77aa",
+          "PREFECT_API_AUTH_STRING_COPY": "planted-other-e0e0"}  # fmt: skip
+HUB_TOKEN, STORE_SECRET = "planted-hub-93bc", "planted-store-20d1"  # the start is looked for
+
+
+class CommandLines(threading.Thread):
+    """Collects the command lines of all processes of this machine that say `planted`, until told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.found: set[bytes] = set()
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(0.05):
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    text = file.read_bytes()
+                    if b"planted-" in text:
+                        self.found.add(text)
+
+
+def database_files() -> list[Path]:
+    url = get_current_settings().server.database.connection_url
+    assert url is not None
+    file = Path(url.get_secret_value().split(":///", 1)[1])
+    return list(file.parent.glob(f"{file.name}*"))
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, str], CommandLines]]:
+    """Secrets in every place where they may enter: environment and blocks."""
+    for name, value in TOKENS.items():
+        monkeypatch.setenv(name, value)
+    HuggingFaceCredentials(token=SecretStr(HUB_TOKEN)).save("planted-hub", overwrite=True)
+    url, secret = f"file://{tmp_path}/share", SecretDict({"secret": STORE_SECRET})
+    CheckpointStore(url=url, secret_options=secret).save("planted-store", overwrite=True)
+    lines = CommandLines()
+    lines.start()
+    yield {"hugging_face": "planted-hub", "checkpoint_store": "planted-store"}, lines
+    lines.ended.set()
+
+
+def assert_nowhere(folder: Path, lines: CommandLines) -> None:
+    """No secret is in a file of the run, in the server's database, or was in a command line."""
+    lines.ended.set()
+    lines.join()
+    secrets = [value.encode() for value in (*TOKENS.values(), HUB_TOKEN, STORE_SECRET)]
+    assert not [line for line in lines.found if any(secret in line for secret in secrets)]
+    files, databases = [file for file in folder.rglob("*") if file.is_file()], database_files()
+    assert len(files) > 20
+    assert any(
+        b"planted-store" in file.read_bytes() for file in databases
+    )  # the block's name is; so we look right
+    for file in (*files, *databases):
+        content = file.read_bytes()
+        assert not [secret for secret in secrets if secret in content], file
+
+
 @pytest.mark.ranks
-def test_a_run_leaves_its_config_report_and_log(
-    parameters: Callable[..., dict[str, Any]], tmp_path: Path
+def test_a_run_leaves_its_config_report_and_log_and_no_secret(
+    parameters: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    planted: tuple[dict[str, str], CommandLines],
 ) -> None:
-    state = soup_train(**parameters("zero2", tmp_path, max_steps=4), return_state=True)
+    values = parameters("zero2", tmp_path / "out", max_steps=4) | {"blocks": planted[0]}
+    state = soup_train(**values, return_state=True)
     assert state.is_completed()
     report = state.result()
     assert isinstance(report, TrainReport)
@@ -63,6 +132,12 @@ def test_a_run_leaves_its_config_report_and_log(
     with get_client(sync_client=True) as client:
         logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])))
     assert any("step 4/4" in log.message for log in logs)
+
+    assert [mirrored.what for mirrored in report.mirrored][-1] == "model"
+    assert "in the checkpoint store" in page
+    assert (tmp_path / "share" / str(run_id) / "model" / "config.json").is_file()
+    assert "HF_TOKEN" in config.launch.secrets
+    assert_nowhere(tmp_path, planted[1])
 
 
 @pytest.mark.ranks
@@ -100,6 +175,16 @@ def test_load_run_config_of_another_run(prefect_server: None) -> None:
 
 
 @pytest.mark.ranks
+def test_a_subflow_hands_its_report_on(tmp_path: Path) -> None:
+    result = finetune_pipeline("ddp", str(tmp_path), rows=128, max_steps=2)
+    assert isinstance(result, dict)
+    assert result["architecture"] == "LlamaForCausalLM"
+    assert result["strategy"] == "ddp"
+    assert isinstance(result["held_out_loss"], float)
+
+
+@pytest.mark.ranks
+@pytest.mark.long
 def test_the_pipeline_example_hands_the_model_on(tmp_path: Path) -> None:
     location = importlib.util.spec_from_file_location(
         "finetune_pipeline", ROOT / "flows" / "finetune_pipeline.py"

@@ -1,0 +1,79 @@
+"""`soup-flows deploy`: work pool, block types, deployments and automations on a Prefect server, in one call."""
+
+from __future__ import annotations
+
+import httpx
+from prefect.blocks.core import Block
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.settings import get_current_settings
+
+from soup_flows import blocks
+from soup_flows.deploy.automations import ensure_automations
+from soup_flows.deploy.deployments import ensure_deployments
+from soup_flows.deploy.pools import ensure_pool
+from soup_flows.deploy.values import DeployRequest, Step
+from soup_flows.errors import refuse
+
+__all__ = ["DeployRequest", "Step", "block_types", "deploy"]
+
+
+def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
+    """Register everything; doing it twice changes nothing.
+
+    Args:
+        request: what to register.
+        dry_run: only look, and say what would be done.
+
+    Returns:
+        What was done, in order.
+
+    Raises:
+        Refused: without a server, or for what is asked and cannot be.
+    """
+    if request.schedule is not None:
+        _check_schedule(request.schedule, request.timezone)
+    url = get_current_settings().api.url
+    if not url:
+        fix = "run `prefect server start`, then set PREFECT_API_URL=http://127.0.0.1:4200/api"
+        raise refuse("DEPLOY001", "PREFECT_API_URL", "is not set, so there is no server to deploy to", fix)
+    try:
+        with get_client(sync_client=True) as client:
+            return [
+                ensure_pool(client, request, dry_run),
+                *_ensure_block_types(client, dry_run),
+                *ensure_deployments(client, request, dry_run),
+                *(ensure_automations(client, request, dry_run) if request.automations else ()),
+            ]
+    except httpx.TransportError as error:
+        message = f"the server at {url} does not answer: {error}"
+        raise refuse("DEPLOY002", "PREFECT_API_URL", message, "start it, or correct the address") from None
+
+
+def _check_schedule(cron: str, timezone: str) -> None:
+    """Refuse a schedule before anything is registered."""
+    try:
+        CronSchedule(cron=cron, timezone=timezone)
+    except ValueError as error:
+        first = str(error).splitlines()
+        message = f"got {cron!r} in {timezone!r}: {first[2].strip() if len(first) > 2 else first[0]}"
+        fix = "write minute, hour, day, month, weekday, such as '0 2 * * *', and a zone such as Europe/Berlin"
+        raise refuse("DEPLOY008", "--schedule", message, fix) from None
+
+
+def block_types() -> list[type[Block]]:
+    """Return the block types of this package, by name."""
+    found = [v for v in vars(blocks).values() if isinstance(v, type) and issubclass(v, Block)]
+    return sorted((t for t in found if t.__module__ == blocks.__name__), key=lambda t: t.__name__)
+
+
+def _ensure_block_types(client: SyncPrefectClient, dry_run: bool) -> list[Step]:
+    """Register the block types; the server keeps older versions of a schema."""
+    known = {kind.slug for kind in client.read_block_types()}
+    steps = []
+    for kind in block_types():
+        slug = kind.get_block_type_slug()
+        if not dry_run:
+            kind.register_type_and_schema()
+        steps.append(Step(kind="block type", name=slug, action="update" if slug in known else "create"))
+    return steps
