@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from soup_flows.data.formats import iter_examples
@@ -31,9 +32,13 @@ from soup_flows.training.model import (
     refuse_mixing,
     refuse_signature,
 )
+from soup_flows.validation.facts import look_at_model as look_at_folder
 
 ROWS = 200
 """Rows that are encoded."""
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings")
+UNLEARNT = 0.05
+"""Length of an embedding, as a share of the usual one, below which its token was never trained."""
 
 
 def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
@@ -47,6 +52,7 @@ def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
     kept = stops = largest = 0
     if not is_here(spec.dataset):
         return found
+    trained: Counter[int] = Counter()
     try:
         for example in itertools.islice(iter_examples(spec.dataset), ROWS):
             row = (
@@ -57,11 +63,36 @@ def look_at_tokenizer(spec: TrainingSpec) -> dict[str, Any]:
             if isinstance(row, Encoded):
                 kept, stops = kept + 1, stops + row.stop_trained
                 largest = max(largest, *row.input_ids)
+                trained.update({label for label in row.labels if label >= 0})
             else:
                 lost[row.reason] += 1
     except Refused as refused:
         found["rows_error"] = refused.problems[0].message
+    if spec.trains_adapters:
+        found["unlearnt"] = _unlearnt(spec, tokenizer, [token for token, _ in trained.most_common()])
     return {**found, "kept": kept, "stop_trained": stops, "largest_id": largest, "lost": dict(lost)}
+
+
+def _unlearnt(spec: TrainingSpec, tokenizer: Any, tokens: list[int]) -> list[str]:
+    """Return those of `tokens` whose stored embedding is next to nothing beside the others."""
+    targets = spec.lora.target_modules
+    if any(name in str(targets) for name in EMBEDDINGS):
+        return []
+    facts = look_at_folder(spec.model)[0]
+    name = next((key for key in facts.shards if key.endswith(tuple(f"{e}.weight" for e in EMBEDDINGS))), None)
+    if name is None or facts.folder is None:
+        return []
+    try:
+        with safe_open(str(facts.folder / facts.shards[name]), framework="pt") as stored:
+            table = stored.get_tensor(name)
+    except (OSError, SafetensorError):
+        return []
+    usual = table[:: max(1, len(table) // 1000)].float().norm(dim=1).median()
+    known = [token for token in tokens if token < len(table)]
+    small = table[known].float().norm(dim=1) < UNLEARNT * usual
+    return [
+        str(tokenizer.convert_ids_to_tokens(t)) for t, tiny in zip(known, small.tolist(), strict=True) if tiny
+    ]
 
 
 def look_at_model(spec: TrainingSpec) -> dict[str, Any]:

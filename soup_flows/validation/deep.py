@@ -52,6 +52,8 @@ class Seen(BaseModel):
     adapters: int | None = None
     """Weights of the adapters."""
     adapter_error: str = ""
+    unlearnt: tuple[str, ...] = ()
+    """Trained tokens whose embedding was never trained and stays frozen under the adapters."""
     packing_error: str = ""
     """Why rows cannot be laid end to end."""
 
@@ -217,6 +219,22 @@ def rows_mixed(sight: Sight) -> Iterator[Found]:
     """Packing for a model that cannot keep rows apart."""
     if sight.seen.packing_error:
         yield Found(sight.seen.packing_error)
+
+
+@rule(
+    "DP011",
+    "warning",
+    "model",
+    "adapters leave the embeddings as they are, so the model cannot learn to read or to write them",
+    fix="use the instruct variant of the model, training.method=full, or a chat template of words it knows",
+    source="huggingface/trl#1668, unslothai/unsloth#658: Llama 3 base models have such rows",
+    versions=PEFT,
+)
+def unlearnt_tokens(sight: Sight) -> Iterator[Found]:
+    """Adapters, and trained tokens whose embedding the model's makers never trained."""
+    if sight.seen.unlearnt:
+        shown = ", ".join(sight.seen.unlearnt[:5])
+        yield Found(f"the rows train {len(sight.seen.unlearnt)} token(s) with an empty embedding ({shown})")
 
 
 def _reasons(sight: Sight) -> str:

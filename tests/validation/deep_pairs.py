@@ -26,5 +26,6 @@ SEEN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lost": {"no trained token": 5}},
     ),
     "DP010": ({"packing_error": "mamba has layers (mamba) that would mix rows laid end to end"}, {}),
+    "DP011": ({"unlearnt": ("<|eot_id|>",)}, {}),
     "DP008": ({"lost": {"no trained token": 5}}, {}),
 }

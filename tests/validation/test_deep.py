@@ -92,8 +92,20 @@ def test_a_model_that_cannot_keep_rows_apart(assets: dict[str, str], tmp_path: P
               "num_hidden_layers": 2}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     assert "DP010" in {problem.id for problem in check_deep(spec_of(model=str(folder)), "ddp")}
-    padded = spec_of(model=str(folder), data={"packing": False})
-    assert "DP010" not in {problem.id for problem in check_deep(padded, "ddp")}
+
+
+@pytest.mark.ranks
+def test_tokens_that_the_model_never_learnt(assets: dict[str, str], tmp_path: Path, spec_of: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "model"
+    shutil.copytree(assets["model"], folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][3] = 0  # <|im_end|>
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    problems = {p.id: p for p in check_deep(spec_of(model=str(folder), training={"method": "lora"}), "ddp")}
+    assert "1 token(s)" in problems["DP011"].message
+    assert "<|im_end|>" in problems["DP011"].message
 
 
 @pytest.mark.ranks
