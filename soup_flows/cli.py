@@ -24,11 +24,13 @@ from soup_flows.accelerate_config import read_accelerate_config
 from soup_flows.cli_plan import add_arguments, plan_command
 from soup_flows.cli_runs import FAILED, GOOD, REFUSED, add_commands, print_json, run_flow
 from soup_flows.data.command import main as data_main
+from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.spec_file import merge, read_spec_file
+from soup_flows.terminal import problems_text
 from soup_flows.validation.explain import explain, is_known
 
 _FLAT = (
@@ -66,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.json:
             print_json({"problems": [p.model_dump() for p in refused.problems]})
         else:
-            print(refused, file=sys.stderr)
+            errors = [p for p in refused.problems if p.severity == "error"]
+            print(f"refused: {len(errors)} problem(s)\n{problems_text(refused.problems)}", file=sys.stderr)
         return REFUSED
     except BrokenPipeError:
         return GOOD
@@ -174,12 +177,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.accelerate_config:
         found, problems = read_accelerate_config(arguments.accelerate_config)
         values = merge(found, values)
-    value, text, problems = plan_command(parse_spec(values), arguments, problems)
+    value, text, problems = plan_command(resolve_demo(parse_spec(values)), arguments, problems)
     if arguments.json:
         print_json(value)
     else:
-        print(text)
-        _print_problems(problems)
+        print("\n\n".join(part for part in (text, problems_text(problems)) if part))
     return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
 
 
@@ -278,12 +280,6 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     threading.Thread(target=build, daemon=True, name="soup-build-demo").start()
     return run_flow(values, arguments.json)
-
-
-def _print_problems(problems: Sequence[Problem]) -> None:
-    """Print the problems, errors first."""
-    for problem in problems:
-        print(f"{problem.severity:<8} {problem}")
 
 
 if __name__ == "__main__":

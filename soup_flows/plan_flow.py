@@ -11,6 +11,7 @@ from pydantic import Field
 from soup_flows.artifacts import save_plan, save_validation
 from soup_flows.block_use import apply_blocks
 from soup_flows.cli_plan import machine, plan_and_validate
+from soup_flows.demo import resolve_demo
 from soup_flows.errors import Refused
 from soup_flows.gpus import GPUS
 from soup_flows.sharding import ShardingPlan
@@ -95,7 +96,7 @@ def soup_plan(
 def _plan(values: Mapping[str, Any], gpu: str | None, nodes: int) -> ShardingPlan:
     """Plan, and keep the pages whether it is refused or not."""
     try:
-        spec = apply_blocks(parse_spec(values))
+        spec = resolve_demo(apply_blocks(parse_spec(values)))
         plan, problems = plan_and_validate(spec, machine(spec, gpu), nodes, local=gpu is None)
     except Refused as refused:
         save_validation(refused.problems, {})

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from soup_flows.cli import main
+from soup_flows.errors import Problem
+from soup_flows.terminal import problems_text
 
 ROWS = "".join(f'{{"prompt": "a {i}", "completion": "b {i}"}}\n' for i in range(40))
 
@@ -180,3 +182,18 @@ def test_every_command_takes_json_and_help_names_the_exit_codes(capsys: pytest.C
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "--json" in capsys.readouterr().out, command
+
+
+def test_problems_fit_the_terminal() -> None:
+    problem = Problem(
+        id="BT001", severity="error", field="training.seed", message="word " * 40, fix="do " * 40
+    )
+    text = problems_text([problem, problem], 60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.count("error    BT001    training.seed") == text.count("fix: do") == 2
+    assert " ".join(text.split()).count("word") == 80
+
+
+def test_plan_builds_what_the_demo_names(tmp_path: Path) -> None:
+    demo = ["--model", "demo://tiny-llama", "--dataset", "demo://stdlib-qa", "--output_dir", str(tmp_path)]
+    assert main(["plan", *demo, "--deepspeed", "zero2", "--gpus", "2", "--set", "device=cpu"]) == 0

@@ -21,6 +21,7 @@ CORE = (
     "other_words",
     "user_file",
     "user_yaml",
+    "terminal",
     "paths",
     "lent",
     "child",
