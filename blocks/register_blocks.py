@@ -1,8 +1,8 @@
 """Check the documents beside this file and keep them as blocks: `python blocks/register_blocks.py [--check]`.
 
 `NAME.yaml` is a job (`SoupTrainingJob`); `NAME.TYPE.yaml` is a block of another type: `placement`,
-`checkpoint-store`, `experiment-tracker`. Secrets do not belong into files: give them in Prefect's page. All files are checked before the
-first is saved; `--check` only checks. A Prefect server must be reachable to save.
+`checkpoint-store`, `experiment-tracker`. Secrets do not belong into files: give them in Prefect's page.
+All files are checked before the first is saved; `--check` only checks. A Prefect server must be reachable to save.
 """
 
 import sys
