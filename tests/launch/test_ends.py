@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from typing import Any
 
 import pytest
@@ -357,3 +358,22 @@ def test_sweep_before_a_launch_removes_the_leftovers_of_a_crash(launch: Launch) 
     until(lambda: proc.marked(launch.run_id) == [left.pid])
     run(launch.plan("print('hello')\n"))
     assert left.wait() == -signal.SIGKILL
+
+
+def test_a_late_sweep_spares_what_was_started_again() -> None:
+    run_id = f"again-{uuid.uuid4().hex[:8]}"
+    environment = {"PATH": os.environ["PATH"], proc.MARKER: run_id}
+    old = subprocess.Popen(["sleep", "600"], env=environment)
+    time.sleep(0.1)
+    crashed = time.time()
+    time.sleep(0.1)
+    new = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        until(lambda: len(proc.marked(run_id)) == 2, "both processes")
+        assert sweep(run_id, before=crashed) == [old.pid]
+        assert proc.marked(run_id) == [new.pid]
+        assert sweep(run_id) == [new.pid]
+    finally:
+        for process in (old, new):
+            process.kill()
+            process.wait()
