@@ -54,13 +54,11 @@ def deploy_command(arguments: argparse.Namespace, parameters: dict[str, Any]) ->
     if arguments.notify and not arguments.automations:
         raise refuse("DEPLOY005", "--notify", "is of use with --automations only", "add --automations")
     if (arguments.image is None) != (arguments.pool_type == "process"):
-        what = "needs" if arguments.image is None else "has no"
-        raise refuse(
-            "DEPLOY006",
-            "--image",
-            f"a {arguments.pool_type} pool {what} image",
-            "deployments/worker.Dockerfile",
+        message = f"a {arguments.pool_type} pool " + (
+            "needs the image of its containers" if arguments.image is None else "has no containers"
         )
+        fix = "give --type and --image together; deployments/worker.Dockerfile builds an image"
+        raise refuse("DEPLOY006", "--image", message, fix)
     from soup_flows.deploy import DeployRequest, deploy
 
     names = DeployRequest.model_fields.keys() & vars(arguments).keys()

@@ -13,6 +13,7 @@ from typing import Any
 from soup_flows.artifacts import load_run_config
 from soup_flows.diagnose import diagnose
 from soup_flows.launch.outcome import tails
+from soup_flows.launch.proc import marked
 from soup_flows.launch.run import sweep
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport, read_attempt
@@ -33,11 +34,13 @@ def sweep_run(flow: Any, flow_run: Any, state: Any) -> None:
     del flow
     run_id = str(flow_run.id)
     try:
-        swept = sweep(run_id)
+        # The same run may have been started again by now; what came after the state is not ours to end.
+        when = state.timestamp.timestamp()
+        swept = sweep(run_id, before=when)
         if swept:
             logger.warning("run %s: ended %d processes that nobody supervised", run_id, len(swept))
         paths = _paths(flow_run)
-        if paths is not None:
+        if paths is not None and set(marked(run_id)) <= set(marked(run_id, before=when)):
             _write_end(paths, f"{state.name} in Prefect; {len(swept)} processes had to be swept")
     except Exception:
         logger.warning("the sweep of run %s failed", run_id, exc_info=True)

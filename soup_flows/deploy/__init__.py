@@ -7,6 +7,7 @@ from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import get_current_settings
+from pydantic import ValidationError
 
 from soup_flows import blocks
 from soup_flows.deploy.automations import ensure_automations
@@ -54,9 +55,9 @@ def _check_schedule(cron: str, timezone: str) -> None:
     """Refuse a schedule before anything is registered."""
     try:
         CronSchedule(cron=cron, timezone=timezone)
-    except ValueError as error:
-        first = str(error).splitlines()
-        message = f"got {cron!r} in {timezone!r}: {first[2].strip() if len(first) > 2 else first[0]}"
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        message = f"got {cron!r} in {timezone!r}: {why}"
         fix = "write minute, hour, day, month, weekday, such as '0 2 * * *', and a zone such as Europe/Berlin"
         raise refuse("DEPLOY008", "--schedule", message, fix) from None
 

@@ -133,8 +133,9 @@ def _tell_failure(notify: UUID) -> AutomationCore:
     )
     action = SendNotification(
         block_document_id=notify,
-        subject="{{ flow.name }} {{ flow_run.name }}: {{ flow_run.state.name }}",
-        body="{{ flow_run.state.message }}\n\n{{ flow_run|ui_url }}",
+        subject="{{ flow.name }} {{ flow_run.name }}: {{ event.resource['prefect.state-name'] }}",
+        # of the event: by now the run may have been started again
+        body="{{ event.resource['prefect.state-message'] }}\n\n{{ flow_run|ui_url }}",
     )
     return _make("tell of a failure", "Class, cause and advice of a run that failed.", trigger, action)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Iterable
 
 MARKER = "SOUP_FLOWS_RUN"
@@ -56,10 +57,26 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def marked(run_id: str, name: str = MARKER) -> list[int]:
+def started_at(pid: int) -> float | None:
+    """Return the Unix time at which a process was started, or None if it is gone (`man 5 proc`, starttime)."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            ticks = int(file.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def marked(run_id: str, name: str = MARKER, before: float | None = None) -> list[int]:
     """Return every living process but this one that was started with `name=run_id` in its environment.
 
     For the run's own marker also those whose stdout or stderr is a FIFO of the run.
+
+    Args:
+        run_id: the marker's value.
+        name: the marker.
+        before: Unix time; later processes belong to another start of the run and are left out.
     """
     needle = f"{name}={run_id}".encode()
     channel = f"/{channel_prefix(run_id)}" if name == MARKER else None
@@ -68,6 +85,8 @@ def marked(run_id: str, name: str = MARKER) -> list[int]:
         mine = needle in _read(f"/proc/{pid}/environ").split(b"\0")
         if not mine and channel is not None:
             mine = any(channel in _link(f"/proc/{pid}/fd/{fd}") for fd in (1, 2))
+        if mine and before is not None and (started_at(pid) or 0.0) >= before:
+            continue
         if mine and pid != os.getpid() and parent_of(pid) is not None:
             found.append(pid)
     return found

@@ -221,7 +221,7 @@ def _receipt_of_the_dead(
     return receipt
 
 
-def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
+def sweep(run_id: str, wait_s: float = 30.0, before: float | None = None) -> list[int]:
     """End every process of run `run_id` on this host, wherever it is in the process tree.
 
     A living supervisor is asked first and gets `wait_s` seconds, so that the grace it gives the ranks is not
@@ -229,20 +229,27 @@ def sweep(run_id: str, wait_s: float = 30.0) -> list[int]:
 
     The folder in which it kept its pipes goes too.
 
+    Args:
+        run_id: the run.
+        wait_s: seconds that a living supervisor gets.
+        before: Unix time; what was started later, by another start of the same run, is left alone.
+
     Returns:
         The PIDs that were sent SIGKILL.
     """
     end = time.monotonic() + wait_s
-    proc.send(proc.marked(run_id, proc.SUPERVISOR_MARKER), signal.SIGTERM)
-    while proc.marked(run_id, proc.SUPERVISOR_MARKER) and time.monotonic() < end:
+    proc.send(proc.marked(run_id, proc.SUPERVISOR_MARKER, before), signal.SIGTERM)
+    while proc.marked(run_id, proc.SUPERVISOR_MARKER, before) and time.monotonic() < end:
         time.sleep(0.05)
     killed: set[int] = set()
     begun = time.monotonic()
-    while (left := proc.marked(run_id)) and time.monotonic() < begun + UNKILLABLE_S:
+    while (left := proc.marked(run_id, before=before)) and time.monotonic() < begun + UNKILLABLE_S:
         if time.monotonic() < begun + TIDYING_S:
             left = [pid for pid in left if not proc.tidies_up(pid)]
         killed.update(proc.send(left, signal.SIGKILL))
         time.sleep(0.02)
+    if before is not None and proc.marked(run_id):
+        return sorted(killed)
     for folder in Path(tempfile.gettempdir()).glob(glob.escape(proc.channel_prefix(run_id)) + "*"):
         found = folder.lstat()
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():

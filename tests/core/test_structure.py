@@ -180,7 +180,8 @@ def test_the_wheel_holds_soup_flows_alone(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.split("/")[0] for name in archive.namelist()}
-        assert "soup_flows/py.typed" in archive.namelist()
+        data = {f"soup_flows/deploy/templates/{kind}.json" for kind in ("process", "docker", "kubernetes")}
+        assert {"soup_flows/py.typed", "soup_flows/deploy/prefect.yaml"} | data <= set(archive.namelist())
     assert tops == {"soup_flows", "soup_flows-0.1.0.dist-info"}
 
 

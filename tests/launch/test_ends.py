@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,22 @@ def test_a_container_without_subreaper_and_pidfd(launch: Launch, victim: str) ->
     assert receipt["reason"] == reasons[victim]
     if victim == "rank":
         assert classify(launch.attempt, receipt).failure_class == "rank_killed"
+
+
+def test_a_late_sweep_spares_what_was_started_again() -> None:
+    run_id = f"again-{uuid.uuid4().hex[:8]}"
+    environment = {"PATH": os.environ["PATH"], proc.MARKER: run_id}
+    old = subprocess.Popen(["sleep", "600"], env=environment)
+    time.sleep(0.1)
+    crashed = time.time()
+    time.sleep(0.1)
+    new = subprocess.Popen(["sleep", "600"], env=environment)
+    try:
+        until(lambda: len(proc.marked(run_id)) == 2, "both processes")
+        assert sweep(run_id, before=crashed) == [old.pid]
+        assert proc.marked(run_id) == [new.pid]
+        assert sweep(run_id) == [new.pid]
+    finally:
+        for process in (old, new):
+            process.kill()
+            process.wait()

@@ -89,7 +89,7 @@ def test_the_documents_are_right() -> None:
     program = [sys.executable, str(ROOT / "blocks" / "register_blocks.py"), "--check"]
     done = subprocess.run(program, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "checked demo-job" in done.stdout
+    assert done.stdout.split()[1::2] == ["demo-job", "gpu-box", "shared-folder"]
 
 
 def test_prefect_finds_the_types() -> None:

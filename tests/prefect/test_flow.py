@@ -44,7 +44,7 @@ def artifacts_of(state: State[Any]) -> dict[str, Any]:
 
 
 TOKENS = {"WANDB_API_KEY": "planted-wandb-1f4e", "AWS_SECRET_ACCESS_KEY": "planted-aws-77aa",
-          "PREFECT_API_AUTH_STRING_COPY": "planted-other-e0e0"}  # fmt: skip
+          "SOME_OTHER_SECRET": "planted-other-e0e0"}  # fmt: skip
 HUB_TOKEN, STORE_SECRET = "planted-hub-93bc", "planted-store-20d1"  # the start is looked for
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import pickle
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from prefect import flow, runtime, unmapped
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.states import Cancelling
 
 from soup_flows import flows, tasks
@@ -30,6 +32,7 @@ from soup_flows.spec import parse_spec
 from soup_flows.stop import stop
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
+ROOT = Path(__file__).parents[2]
 Values = Callable[..., dict[str, Any]]
 
 # Beats like a rank, then raises what is asked or waits for its end.
@@ -222,3 +225,30 @@ def test_a_stop_on_request_is_cancelled(
     state = soup_train(**ready(parameters, tmp_path, launcher={"stop_budget_s": 2}), return_state=True)
     assert state.is_cancelled()
     assert "asked to stop" in (state.message or "")
+
+
+@pytest.mark.ranks
+def test_presets_are_compared_on_one_page(
+    parameters: Values, tmp_path: Path, pretend: Callable[[str], None]
+) -> None:
+    location = importlib.util.spec_from_file_location(
+        "compare_presets", ROOT / "flows" / "compare_presets.py"
+    )
+    assert location is not None
+    assert location.loader is not None
+    script = importlib.util.module_from_spec(location)
+    location.loader.exec_module(script)
+    pretend("cuda_oom")
+    state = script.compare_presets(["zero2", "zero22"], ready(parameters, tmp_path), return_state=True)
+    rows = state.result()
+    assert [row.preset for row in rows] == ["zero2", "zero22"]
+    assert rows[0].state.startswith("cuda_oom: rank 0 failed first")
+    assert (rows[0].strategy, rows[0].final_loss) == ("zero2", pytest.approx(1 / 3))
+    assert "did you mean 'zero2'" in rows[1].state
+    wanted = ArtifactFilter(
+        flow_run_id=ArtifactFilterFlowRunId(any_=[state.state_details.flow_run_id]),
+        key=ArtifactFilterKey(any_=["soup-train-comparison"]),
+    )
+    with get_client(sync_client=True) as client:
+        pages = [str(artifact.data) for artifact in client.read_artifacts(artifact_filter=wanted)]
+    assert any("# 2 presets compared" in page and "zero22" in page for page in pages)
