@@ -108,6 +108,8 @@ def once(
 def held(run_id: str) -> list[str]:
     """Return the leases that the run holds."""
     folder = Path(os.environ[LEASE_DIR])
+    if not folder.exists():
+        return []
     names = [device.id for device in core_slots()]
     return [name for name in names if (found := holder(folder, name)) and found.get("run_id") == run_id]
 
