@@ -27,6 +27,11 @@ from soup_flows.sharding.values import Candidate, Correction, Room, ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.units import gib
 
+ALONE = ("single",)
+"""Strategies of one rank only."""
+NOT_ALONE = ("ddp", "hybrid_shard")
+"""Strategies that one rank cannot have; the other sharded ones can, and so read their checkpoints."""
+
 
 @dataclass
 class Decision:
@@ -140,7 +145,7 @@ def read_case(
     if named is None and kept is not None:
         if kept.strategy == "single" and world.auto:
             world = World(world.device, 1, 1, kept.reasons.get("world_size", world.reason))
-        if (kept.strategy == "single") == (world.size == 1):
+        if kept.strategy not in (NOT_ALONE if world.size == 1 else ALONE):
             named, named_reason = kept.strategy, "kept from the attempt before, whose checkpoints it can read"
     check_method(spec, named, world.device)
     asked = asked_batch(spec, world.size, user_config)

@@ -274,3 +274,25 @@ def test_json_of_a_recorded_machine_plans_the_same(tmp_path: Path) -> None:
     machine = imagined("l40s", 2)
     again = Hardware.model_validate(json.loads(machine.model_dump_json()))
     assert plan("llama-8b", again, training=LORA) == plan("llama-8b", machine, training=LORA)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        ({"deepspeed": "zero2", "gpus": 2}, 1, True),
+        ({"fsdp": "full_shard", "gpus": 2}, 1, True),
+        ({"deepspeed": "zero2", "gpus": 1}, 2, True),
+        ({"strategy": "ddp", "gpus": 2}, 1, False),
+        ({"strategy": "single", "gpus": 1}, 2, False),
+    ],
+)
+def test_what_one_rank_can_have_is_kept_when_gpus_are_lost(
+    before: dict[str, Any], now: int, same: bool
+) -> None:
+    """Its checkpoints are read by another number of ranks; those of another strategy are not."""
+    lora = {"method": "lora", "global_batch_size": 16}
+    machine = imagined("a100-80gb", 2)
+    kept = make_plan(ask("qwen2-0.5b", training=lora, **before), machine)
+    after = make_plan(ask("qwen2-0.5b", training=lora, gpus=now), machine, kept=kept)
+    assert after.world_size == now
+    assert (after.strategy == kept.strategy) is same

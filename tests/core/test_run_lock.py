@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from soup_flows import tasks
+from soup_flows import flows, tasks
 from soup_flows.errors import Refused
 from soup_flows.paths import RunPaths
 from soup_flows.run_lock import run_lock
@@ -31,7 +33,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_second_runner_is_refused_and_follows_after_the_first_is_dead(tmp_path: Path) -> None:
+def run_training_as(run_id: str, values: dict[str, Any]) -> None:
+    """Begin the flow under a given run id, outside a flow run."""
+    with contextlib.ExitStack() as held:
+        flows._run_attempts(values, run_id, held)
+
+
+def test_a_second_runner_is_refused_and_follows_after_the_first_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flows, "CLEANING_S", 0.0)
     spec = make_spec(tmp_path, strategy="ddp", launcher={"stop_budget_s": 1})
     plan, hardware = plan_of(spec), tasks.detect_hardware.fn("cpu")
     paths = RunPaths.of(tmp_path, "run")
@@ -41,6 +52,11 @@ def test_a_second_runner_is_refused_and_follows_after_the_first_is_dead(tmp_path
     before = files(paths.root)
     with pytest.raises(Refused, match=f"is being run by process {holder.pid}"), run_lock(paths, 0.5):
         pass
+    assert files(paths.root) == before
+    with pytest.raises(
+        Refused, match="RUN001"
+    ):  # the whole flow: nothing of the running run is written or removed
+        run_training_as("run", {**spec.model_dump(), "output_dir": str(tmp_path)})
     assert files(paths.root) == before
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()

@@ -16,18 +16,19 @@ from tests.recovery.conftest import STEPS, Maker, kill_after, losses
 
 pytestmark = pytest.mark.ranks
 LORA = {"training": {"method": "lora", "learning_rate": 1e-2}}
+BF16 = {"training": {"dtype": "bf16"}}
 TWELVE = {"training": {"global_batch_size": 12, "per_device_train_batch_size": 4}}
 LONG = pytest.mark.long
 
 
-def assert_close_weights(one: TrainReport, other: TrainReport) -> None:
+def assert_close_weights(one: TrainReport, other: TrainReport, most: float) -> None:
     """The final weights agree to rounding; those of a wrong resume differ by the learning rate, 1e-3."""
     (file,) = Path(str(one.model)).glob("*model.safetensors")
     mine, theirs = load_file(file), load_file(Path(str(other.model)) / file.name)
     assert mine.keys() == theirs.keys()
-    worst = max(float((mine[name] - theirs[name]).abs().max()) for name in mine)
+    worst = max(float((mine[name].float() - theirs[name].float()).abs().max()) for name in mine)
     print(f"largest difference of a weight: {worst:.2g}")
-    assert worst < 1e-4
+    assert worst < most
 
 
 def test_the_lost_steps_are_repeated_by_another_number_of_ranks(case: Maker) -> None:
@@ -54,6 +55,9 @@ def test_the_lost_steps_are_repeated_by_another_number_of_ranks(case: Maker) -> 
         pytest.param("full_shard", 1, 2, {}, marks=LONG),
         pytest.param("zero2", 1, 2, {}, marks=LONG),
         pytest.param("shard_grad", 2, 1, {}, marks=LONG),
+        pytest.param("zero2", 2, 1, BF16, marks=LONG),
+        pytest.param("zero1", 1, 2, BF16, marks=LONG),
+        pytest.param("zero3", 2, 1, {"training": LORA["training"] | BF16["training"]}, marks=LONG),
         pytest.param("zero2", 2, 1, LORA, marks=LONG),
         pytest.param("full_shard", 2, 1, LORA, marks=LONG),
         pytest.param("zero1", 1, 2, {}, marks=LONG),
@@ -79,8 +83,10 @@ def test_another_number_of_ranks_goes_on(
     assert resumed.plan is not None
     assert resumed.plan.world_size == then
     assert [step for step, _ in losses(resumed)] == list(range(1, STEPS + 1))
-    assert [loss for _, loss in losses(resumed)] == pytest.approx([x for _, x in losses(wanted)], rel=1e-4)
-    assert_close_weights(resumed, wanted)
+    assert [loss for _, loss in losses(resumed)] == pytest.approx(
+        [x for _, x in losses(wanted)], rel=5e-3 if resumed.plan.dtype == "bf16" else 1e-4
+    )
+    assert_close_weights(resumed, wanted, 1e-2 if resumed.plan.dtype == "bf16" else 1e-4)
     assert not (run.paths.checkpoints / ".universal").exists()
     if preset.startswith("zero"):
         config = json.loads(run.paths.config("deepspeed").read_text())
