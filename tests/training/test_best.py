@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,25 +36,36 @@ def test_the_best_checkpoint_is_not_rotated_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
 
 
+@pytest.fixture(scope="session")
+def narrow(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Rows that help held-out rows for two steps at most: few of them for all weights, odd ones for adapters."""
+    few = [json.loads(line) for line in Path(assets["dataset"]).read_text().splitlines()[:16]]
+    odd = [
+        {"messages": [row["messages"][0], {"role": "assistant", "content": "zq" * (10 + number)}]}
+        for number, row in enumerate(few)
+    ]
+    files = {}
+    for method, rows in (("full", few), ("lora", odd)):
+        path = tmp_path_factory.mktemp("narrow") / f"{method}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[method] = str(path)
+    return files
+
+
 @pytest.mark.ranks
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("preset", "method", "rate"),
-    [
-        ("zero2", "lora", 1.0),
-        ("full_shard", "lora", 1.0),
-        ("zero3", "full", 0.1),
-        ("full_shard", "full", 0.1),
-        ("ddp", "lora", 1.0),
-    ],
+    ("preset", "method"),
+    [("zero2", "lora"), ("full_shard", "lora"), ("zero3", "full"), ("full_shard", "full"), ("ddp", "lora")],
 )
 def test_a_run_that_gets_worse_ends_with_its_best_model(
-    finished: Runner, preset: str, method: str, rate: float
+    finished: Runner, narrow: dict[str, str], preset: str, method: str
 ) -> None:
     report = finished(
         preset,
+        dataset=narrow[method],
         method=method,
-        learning_rate=rate,
+        learning_rate=1e-2,
         lr_scheduler_type="constant",
         max_steps=40,
         recovery={"save_total_limit": 1},
