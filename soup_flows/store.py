@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from soup_flows.checkpoints import hash_files, list_checkpoints, set_aside, step
 from soup_flows.errors import refuse
 from soup_flows.manifest import MANIFEST, StoredFile, read_manifest
 from soup_flows.paths import write_json
+
+logger = logging.getLogger(__name__)
 
 Confirm = Literal["content", "size"]
 FETCHING = ".fetching"
@@ -128,7 +131,11 @@ class Store:
         for step in self.steps(run_id):
             if step <= here:
                 return None
-            folder = self._fetch(run_id, f"checkpoint-{step}", checkpoints_dir)
+            try:
+                folder = self._fetch(run_id, f"checkpoint-{step}", checkpoints_dir)
+            except ValueError as error:  # a manifest that cannot be right: an older checkpoint may be
+                logger.warning("checkpoint-%d of %s is left alone: %s", step, self.url, error)
+                continue
             reasons = verify(folder, run_id)
             if not reasons:
                 return folder
@@ -143,8 +150,6 @@ class Store:
         self._fs.get_file(f"{source}/{MANIFEST}", str(beside / MANIFEST))
         for file in read_manifest(beside).files:
             target = beside / file
-            if beside.resolve() not in target.resolve().parents:
-                raise OSError(f"{source}/{MANIFEST} names {file!r}, which is outside of the checkpoint")
             target.parent.mkdir(parents=True, exist_ok=True)
             self._fs.get_file(f"{source}/{file}", str(target))
         beside.rename(final)

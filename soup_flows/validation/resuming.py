@@ -29,7 +29,8 @@ def resume_problems(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
     try:
         folder = named_folder(spec.recovery.resume, spec)
     except Refused as refused:
-        return list(refused.problems)
+        # The run may have been another machine's: its checkpoints come from the store before they are looked at.
+        return [] if spec.blocks.checkpoint_store else list(refused.problems)
     manifest, reasons = _newest([folder] if step_of(folder) is not None else list_checkpoints(folder))
     if manifest is None:
         message = f"{folder} holds no finished checkpoint" + (f" ({'; '.join(reasons)})" if reasons else "")

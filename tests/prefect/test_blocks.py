@@ -76,7 +76,7 @@ def test_a_job_can_be_a_file(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(json.dumps(SPEC))
     assert read_job(str(file)) == SPEC
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(Refused, match="cannot be opened"):
         read_job(str(tmp_path / "no.yaml"))
 
 

@@ -351,9 +351,9 @@ def test_fsdp_configs(config: dict[str, Any], rule: str) -> None:
 
 LORA_CPU = {"training": {"method": "lora", "learning_rate": 1e-4}}
 RESUMES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "ZeRO-2 saved by 2 ranks, 4 now (DeepSpeed: DP world size)": (
-        {"deepspeed": "zero2"},
-        {"deepspeed": "zero2", "gpus": 4},
+    "ZeRO-3 saved by 2 ranks, 4 now (DeepSpeed: DP world size)": (
+        {"deepspeed": "zero3"},
+        {"deepspeed": "zero3", "gpus": 4},
         "RES001",
     ),
     "ZeRO-2 to DDP: the optimizer starts over in silence": (
