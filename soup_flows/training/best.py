@@ -98,6 +98,15 @@ class BestModel(TrainerCallback):
                 self.job.events.write("early_stop", step=step, best_step=found.step, waited=found.waited)
 
 
+def final_evaluation(trainer: Any) -> dict[str, float]:
+    """Return the evaluation of the last step, made now unless Trainer has just made it; a collective call."""
+    last = next((entry for entry in reversed(trainer.state.log_history) if "eval_loss" in entry), None)
+    if last is not None and last["step"] == trainer.state.global_step > 0:
+        return dict(last)
+    found: dict[str, float] = trainer.evaluate()
+    return found
+
+
 def restore_best(job: Job, trainer: Any, final: dict[str, float]) -> dict[str, float]:
     """Put the best checkpoint's weights into the model, unless the last ones are as good; a collective call.
 

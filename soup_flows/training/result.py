@@ -105,8 +105,11 @@ def compare(
         size += sum(file.stat().st_size for file in Path(spec.model).expanduser().glob("*.safetensors"))
     if size > psutil.virtual_memory().available // 2:
         return {"skipped": f"the model has {size / 2**30:.0f} GiB, more than half of the free memory"}
+    exact: Any = (
+        torch.float32 if plan.dtype == "fp32" else "auto"
+    )  # adapters of a 16-bit model trained in fp32
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", trust_remote_code=spec.trust_remote_code
+        folder, dtype=exact, trust_remote_code=spec.trust_remote_code
     ).eval()
     opened = AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     ids = opened(PROMPT)["input_ids"]

@@ -26,7 +26,7 @@ from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.training import cpu
 from soup_flows.training.arguments import training_arguments
-from soup_flows.training.best import BestModel, restore_best
+from soup_flows.training.best import BestModel, final_evaluation, restore_best
 from soup_flows.training.checkpointing import Checkpointer
 from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
@@ -107,7 +107,7 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     if trainer.checkpointer.stopped:
         _write_stopped(job, trainer)
         return
-    final = restore_best(job, trainer, trainer.evaluate()) if data.eval_rows else {}
+    final = restore_best(job, trainer, final_evaluation(trainer)) if data.eval_rows else {}
     live = live_logits(trainer, tokenizer)
     rank.heartbeat(trainer.state.global_step, "save")
     job.drill.at_save()
@@ -253,7 +253,8 @@ class Reporter(TrainerCallback):
         self.logged = 0
 
     def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Remember the step that is resumed, and start the clock of the first one."""
+        """Say what loading and sharding took; remember the step that is resumed; start the first one's clock."""
+        self.job.events.write("loaded", **_memory(self.job.plan))
         self.logged = state.global_step
         self.step_ended = time.monotonic()
 
