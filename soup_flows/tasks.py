@@ -18,24 +18,21 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 from soup_flows.artifacts import save_data_report
-from soup_flows.attempt import CLEANING_S, free_now, lease_settings, run_attempt
-from soup_flows.attempts import record, where_stopped
-from soup_flows.block_use import bring_back, checkpoint_store, credentials
+from soup_flows.attempt import CLEANING_S, free_now, run_attempt
+from soup_flows.attempt_report import failure_of, report_of, report_of_stop
+from soup_flows.attempts import record
+from soup_flows.block_use import checkpoint_store, credentials
 from soup_flows.data.prepare import PreparedData, prepare_data
-from soup_flows.deepspeed import write_deepspeed_config
-from soup_flows.errors import FailureClass, Problem, Refused, TrainingFailed
+from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
-from soup_flows.launch.advice import ADVICE, match_text
-from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, tails, warn_of_exit
-from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
-from soup_flows.launch.run import Outcome
+from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
 from soup_flows.live import emit_end
 from soup_flows.measured import recall
-from soup_flows.own_run import cancel_was_asked, own_run_watch
-from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import RunState, TrainReport, read_run
-from soup_flows.resume import Orders, find_start
+from soup_flows.own_run import own_run_watch
+from soup_flows.paths import RunPaths
+from soup_flows.report import TrainReport
+from soup_flows.run_files import write_run
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
@@ -197,7 +194,7 @@ def write_temp_config(
     """
     paths = RunPaths.of(spec.output_dir, run_id or runtime.flow_run.id or str(uuid4()))
     with run_lock(paths, spec.launcher.stop_budget_s + CLEANING_S):
-        launch, orders = _write_run(spec, hardware, plan, paths, change, data)
+        launch, orders = write_run(spec, hardware, plan, paths, change, data)
     _logger().info("Run directory: %s", paths.root)
     for line in orders.set_aside:
         _logger().warning("Checkpoint set aside: %s", line)
@@ -205,72 +202,6 @@ def write_temp_config(
         what = "Weights alone are taken from" if orders.weights_only else "Resuming"
         _logger().info("%s %s (step %d)", what, orders.checkpoint, orders.step)
     return launch
-
-
-def _write_run(
-    spec: TrainingSpec,
-    hardware: Hardware,
-    plan: ShardingPlan,
-    paths: RunPaths,
-    change: Change | None,
-    data: PreparedData | None,
-) -> tuple[LaunchPlan, Orders]:
-    """Choose where the next attempt starts, and write its files."""
-    attempt = 1
-    while paths.attempt(attempt).root.exists():
-        attempt += 1
-    bring_back(spec, paths)
-    orders = find_start(spec, plan, paths, change)
-    paths.report.unlink(missing_ok=True)  # the run goes on
-    paths.temp.mkdir(mode=0o700, exist_ok=True)
-    config_path = _write_config(spec, plan, paths, orders.universal)
-    write_atomic(paths.spec, spec.model_dump_json(indent=2))
-    write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
-    write_atomic(paths.plan, plan.model_dump_json(indent=2))
-    if data is not None:
-        write_atomic(paths.data, data.model_dump_json(indent=2))
-    write_atomic(paths.orders, orders.model_dump_json(indent=2))
-    threads = spec.launcher.omp_num_threads or max(1, hardware.cpu_cores // plan.ranks_per_node)
-    with credentials(spec):
-        launch = build_launch_plan(
-            paths=paths,
-            run_id=paths.root.name,
-            attempt=attempt,
-            nproc_per_node=plan.ranks_per_node,
-            device=plan.device,
-            config_path=config_path,
-            omp_num_threads=threads,
-            stop_budget_s=spec.launcher.stop_budget_s,
-            timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
-            cuda_visible_devices=_devices(hardware, plan),
-            stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
-            lease=lease_settings(spec, plan),
-        )
-    write_atomic(paths.launch, launch.model_dump_json(indent=2))
-    return launch, orders
-
-
-def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:
-    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte.
-
-    With `universal` the ranks are told to read DeepSpeed's universal form of the checkpoint.
-    """
-    if not plan.config:
-        return None
-    if spec.deepspeed_config:
-        content = Path(spec.deepspeed_config).expanduser().read_bytes()
-        write_atomic(paths.config(plan.engine), content)
-        return str(write_atomic(paths.temp / "deepspeed_config.json", content))
-    config = plan.config | ({"checkpoint": {"load_universal": True}} if universal else {})
-    write_json(paths.config(plan.engine), config)
-    return write_deepspeed_config(config, paths.temp)
-
-
-def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
-    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them."""
-    if plan.device == "cpu":
-        return None
-    return ",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
 
 
 @task(name="launch distributed train", cache_policy=NO_CACHE)
@@ -311,79 +242,18 @@ def launch_distributed_train(
                 launch, logger, lambda: server_says() or asked_to_stop(paths), checkpoint_store(spec)
             )
     except BaseException as stopped:
-        report = _stopped(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
+        report = report_of_stop(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
         report = record(paths, launch.attempt, report, begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):
-            raise _failure(report) from None
+            raise failure_of(report) from None
         raise
-    report = record(paths, launch.attempt, _report(paths, launch.attempt, outcome, base), begun, change)
+    report = record(paths, launch.attempt, report_of(paths, launch.attempt, outcome, base), begun, change)
     emit_end(report)
     if report.state != "completed":
-        raise _failure(report)
+        raise failure_of(report)
     logger.info("Model: %s", report.model)
     return report
-
-
-def _report(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]) -> TrainReport:
-    """Judge the attempt by what it wrote, never by an exit code alone."""
-    found = base | read_run(paths, number) | {"seconds": outcome.seconds}
-    proof = found.get("proof")
-    if found.get("saved") and proof is not None and not proof.failures:
-        found["problems"] += warn_of_exit(outcome.receipt)
-        return TrainReport(state="completed", **found)
-    stopped = found.get("stopped_at")
-    if stopped is not None and outcome.reason == "exited":
-        advice = f"Go on with recovery.resume={paths.root.name}."
-        return _failed(Verdict("cancelled", "stopped on request", advice), found)
-    return _failed(_verdict(paths.attempt(number), outcome.receipt), found)
-
-
-def _failure(report: TrainReport) -> TrainingFailed:
-    return TrainingFailed(
-        report.failure_class or "unknown",
-        report.cause,
-        report.advice,
-        report.run_dir,
-        step=report.steps,
-        tried=report.ledger[-1].change.path if report.ledger else (),
-    )
-
-
-def _verdict(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
-    """Classify; a scheduler's signal and that of Prefect's own cancellation look alike, so ask about the second."""
-    verdict = classify(attempt, receipt)
-    if verdict.failure_class == "preempted" and cancel_was_asked():
-        return Verdict("cancelled", "the run was cancelled in Prefect", ADVICE["cancelled"])
-    return verdict
-
-
-def _stopped(paths: RunPaths, number: int, stopped: BaseException, base: dict[str, Any]) -> TrainReport:
-    """Say why the task itself was ended while it waited for the attempt, or before it began."""
-    found = base | read_run(paths, number)
-    if isinstance(stopped, TrainingFailed):
-        return _failed(Verdict(stopped.failure_class, stopped.cause, stopped.advice), found)
-    if isinstance(stopped, Refused):
-        report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
-        return TrainReport(state="refused", **(found | report))
-    receipt = read_saved_receipt(paths.attempt(number))
-    found["seconds"] = receipt.get("seconds", found["seconds"])
-    verdict = _verdict(paths.attempt(number), receipt)
-    if verdict.failure_class == "unknown":
-        kind: FailureClass = "cancelled"
-        if isinstance(stopped, Exception):  # a fault of the launch, such as a full disk, and no signal
-            kind = match_text(str(stopped)) or "unknown"
-        verdict = Verdict(kind, f"stopped by {type(stopped).__name__}: {stopped}", ADVICE[kind])
-    return _failed(verdict, found)
-
-
-def _failed(verdict: Verdict, found: dict[str, Any]) -> TrainReport:
-    failure_class, cause, advice = verdict
-    state: RunState = "cancelled" if failure_class in ("cancelled", "preempted") else "failed"
-    if state == "cancelled":
-        cause = f"{cause}; {where_stopped(found)}"
-    found = found | {"last_lines": tails(RunPaths(Path(found["run_dir"])).attempt(found["attempts"]))}
-    return TrainReport(state=state, failure_class=failure_class, cause=cause, advice=advice, **found)
 
 
 def _logger() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:

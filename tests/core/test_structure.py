@@ -26,6 +26,8 @@ CORE = (
     "lent",
     "child",
     "roots",
+    "settings",
+    "spec_problems",
     "spec",
     "spec_file",
     "batch",
@@ -70,6 +72,8 @@ CORE = (
 )
 SHELL = {
     "tasks",
+    "run_files",
+    "attempt_report",
     "flows",
     "artifacts",
     "blocks",
