@@ -44,7 +44,7 @@ from soup_flows.launch.plan import LaunchPlan
 from soup_flows.manifest import library_versions
 from soup_flows.paths import write_json
 from soup_flows.report import TrainReport
-from soup_flows.resume import Orders
+from soup_flows.resume import Orders, work_hash
 from soup_flows.spec import TrainingSpec, parse_spec
 
 SAVE_STEPS, STEPS, ROWS = 3, 20, 320
@@ -161,13 +161,15 @@ def kill_and_compare(
         found: the figures of an earlier call, to go on from.
     """
     if found is None:
-        found = {"seed": seed, "kills": 0, "runs": 0, "attempts": 0, "completed": 0, "equal": 0,
+        found = {"seed": seed, "work": work_hash(spec, None), "kills": 0, "runs": 0, "attempts": 0, "completed": 0, "equal": 0,
                  "most_steps_lost": 0, "broken_loaded": 0, "set_aside": 0, "shots": []}  # fmt: skip
         wanted, _, _ = make_attempt(spec, f"reference-{uuid.uuid4().hex[:8]}", launcher)
         if wanted.state != "completed":
             raise SystemExit(f"the undisturbed run failed: {wanted.cause}")
         found["reference"] = wanted.run_dir
         keep(found)
+    elif found["work"] != work_hash(spec, None):
+        raise SystemExit("the code or the settings changed since the undisturbed run; give another --folder")
     wanted = TrainReport.load(found["reference"])
     while found["kills"] < kills and time.monotonic() < until and "unexpected" not in found:
         chance = random.Random(f"{found['seed']}/{found['runs']}")
