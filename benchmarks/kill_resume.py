@@ -162,7 +162,8 @@ def kill_and_compare(
     """
     if found is None:
         found = {"seed": seed, "work": work_hash(spec, None), "kills": 0, "runs": 0, "attempts": 0,
-                 "completed": 0, "equal": 0, "most_steps_lost": 0, "broken_loaded": 0, "set_aside": 0, "shots": []}  # fmt: skip
+                 "completed": 0, "equal": 0, "most_steps_lost": 0, "broken_loaded": 0, "set_aside": 0,
+                 "shots": []}  # fmt: skip
         wanted, _, _ = make_attempt(spec, f"reference-{uuid.uuid4().hex[:8]}", launcher)
         if wanted.state != "completed":
             raise SystemExit(f"the undisturbed run failed: {wanted.cause}")
