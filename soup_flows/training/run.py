@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-import resource
+import signal
 import time
 import warnings
 from dataclasses import dataclass
@@ -30,25 +29,14 @@ from soup_flows.training.best import BestModel, final_evaluation, restore_best
 from soup_flows.training.checkpointing import Checkpointer
 from soup_flows.training.drills import Drill
 from soup_flows.training.model import load_model, load_tokenizer, save_model, verify_saved
-from soup_flows.training.proof import collect
+from soup_flows.training.reporter import ProofFailed, Reporter, peak_memory
 from soup_flows.training.result import compare, free_training_state, live_logits, merge_adapter, write_facts
 from soup_flows.training.rows import prepared, token_rows
 from soup_flows.training.trainer import SoupTrainer
 from soup_flows.training.universal import folder_to_resume
 
-
-class ProofFailed(RuntimeError):
-    """What runs is not what was planned."""
-
-    failure_class = "proof_failed"
-    advice = "Do not trust the run. Keep its folder and report it: a library did not do what it was told."
-
-
-class NonFiniteLoss(RuntimeError):
-    """The loss became NaN or infinite."""
-
-    failure_class = "nan_loss"
-    advice = "Lower training.learning_rate, look at the rows of this step, or use bf16 instead of fp16."
+RESULT_EVERY_S = 0.2
+"""Seconds between two looks for rank 0's result."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +100,24 @@ def train(run_dir: Path, attempt_dir: Path) -> None:
     rank.heartbeat(trainer.state.global_step, "save")
     job.drill.at_save()
     save_model(trainer, job.paths.model)
-    job.events.write("memory", **_memory(job.plan))
+    job.events.write("memory", **peak_memory(job.plan))
     if job.is_main:
         _finish(job, trainer, planned, data, final, live)
+    else:
+        _await_result(job, trainer.state.global_step)
+
+
+def _await_result(job: Job, step: int) -> None:
+    """Stay until rank 0 has written the result: a rank that aborts at its exit ends all others at once.
+
+    Rank 0 may take long, so this is no collective, which would time out. If it fails, the launcher's SIGTERM
+    ends this rank.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    rank.heartbeat(step, "verify")
+    while not job.attempt.result.exists():
+        time.sleep(RESULT_EVERY_S)
+    rank.heartbeat(step, "end")
 
 
 def _finish(
@@ -239,89 +242,3 @@ def build_trainer(job: Job, planned: Steps, data: PreparedData, tokenizer: Any) 
     reporter.trainer = checkpointer.trainer = trainer
     trainer.checkpointer = checkpointer
     return trainer
-
-
-class Reporter(TrainerCallback):
-    """Writes what happens as events, beats the heart, proves the first step, and stops at a NaN."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.trainer: Any = None
-        self.proved = False
-        self.last = self.step_ended = time.monotonic()
-        self.drill = job.drill
-        self.logged = 0
-
-    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Say what loading and sharding took; remember the step that is resumed; start the first one's clock."""
-        self.job.events.write("loaded", **_memory(self.job.plan))
-        self.logged = state.global_step
-        self.step_ended = time.monotonic()
-
-    def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-        """Beat; after the first step of this process compare the ranks with the plan."""
-        rank.heartbeat(state.global_step)
-        self._write_step(state.global_step)
-        self.drill.at_step(state.global_step, self.trainer)
-        if self.proved:
-            return
-        self.proved = True
-        proof = collect(self.trainer, self.job.plan)
-        if self.job.is_main:
-            self.job.events.write("proof", **proof.model_dump(mode="json"))
-        if proof.failures:
-            raise ProofFailed("; ".join(proof.failures))
-
-    def _write_step(self, step: int) -> None:
-        """Write what this rank's step took; every rank does, at the cost of one line."""
-        now = time.monotonic()
-        self.job.events.write(
-            "step",
-            step=step,
-            seconds=now - self.step_ended,
-            work_seconds=self.trainer.clock.take(),
-            tokens=self.trainer.step_tokens,
-            **_memory_now(self.job.plan),
-        )
-        self.step_ended = now
-
-    def on_log(self, _args: Any, state: Any, _control: Any, logs: dict[str, Any], **_: Any) -> None:
-        """Write the metrics on rank 0; every rank sees the same numbers and stops at a NaN."""
-        numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
-        loss = numbers.get("loss", numbers.get("eval_loss", 0.0))
-        if self.job.is_main:
-            now = time.monotonic()
-            kind = "evaluation" if "eval_loss" in numbers else "metrics"
-            finite = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
-            self.job.events.write(kind, step=state.global_step, seconds=now - self.last, **finite)
-            self.last = now
-            print(_line(state, numbers), flush=True)  # noqa: T201 (the rank's log)
-        if not math.isfinite(loss):
-            first, last = self.logged + 1, state.global_step
-            where = f"step {last}" if first >= last else f"steps {first} to {last}"
-            raise NonFiniteLoss(f"the loss is {loss}, not finite in {where}")
-        self.logged = state.global_step
-
-
-def _line(state: Any, numbers: dict[str, float]) -> str:
-    """One readable line of metrics."""
-    values = "  ".join(f"{key} {value:.6g}" for key, value in numbers.items() if key != "epoch")
-    return f"step {state.global_step}/{state.max_steps}  {values}"
-
-
-def _memory_now(plan: ShardingPlan) -> dict[str, int]:
-    """Memory this rank holds at the moment, in bytes; the second field of `statm` counts resident pages."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        found = {"host_bytes": int(file.read().split()[1]) * resource.getpagesize()}
-    if plan.device == "cuda":
-        found["device_bytes"] = torch.cuda.memory_reserved()
-    return found
-
-
-def _memory(plan: ShardingPlan) -> dict[str, int]:
-    """Peak memory of this rank, in bytes; `ru_maxrss` counts KiB."""
-    found = {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    if plan.device == "cuda":
-        found["device_peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        found["device_peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return found

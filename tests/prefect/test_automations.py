@@ -132,7 +132,14 @@ def test_a_stall_is_told(site: Site, told: tuple[str, list[dict[str, Any]]]) -> 
     wait_for(lambda: any(str(run_id) in call["body"] for call in told[1]), 120, "the warning")
 
 
+@pytest.fixture
+def patient(site: Site) -> None:
+    """Longer limits, for real runs: their heartbeats are half a minute apart."""
+    deploy(DeployRequest(pool=POOL, automations=True, zombie_s=GENEROUS_S, stall_s=GENEROUS_S))
+
+
 @pytest.mark.ranks
+@pytest.mark.usefixtures("patient")
 def test_a_killed_run_comes_back_and_finishes(site: Site, tmp_path: Path) -> None:
     values = parameters("cancel", tmp_path)
     values |= {"recovery": {"save_steps": 2}}
@@ -156,6 +163,7 @@ def test_a_killed_run_comes_back_and_finishes(site: Site, tmp_path: Path) -> Non
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("patient")
 def test_a_run_with_nan_is_cancelled_and_says_why(site: Site, tmp_path: Path) -> None:
     values = parameters("nan_loss", tmp_path)
     values |= {"recovery": {"on_nan": "lower_learning_rate", "backoff_s": 30}}
