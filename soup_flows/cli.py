@@ -17,16 +17,17 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from soup_flows import cli_deploy
 from soup_flows.accelerate_config import read_accelerate_config
 from soup_flows.cli_plan import add_arguments, plan_command
-from soup_flows.cli_runs import FAILED, GOOD, REFUSED, add_commands, print_json, run_flow
+from soup_flows.cli_runs import FAILED, GOOD, NOTHING, REFUSED, add_commands, print_json, run_flow
 from soup_flows.data.command import main as data_main
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.errors import Problem, Refused, nearest, refuse
 from soup_flows.hardware import detect, doctor, render
+from soup_flows.manifest import library_versions
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.spec_file import merge, read_spec_file
@@ -65,12 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except Refused as refused:
-        if arguments.json:
-            print_json({"problems": [p.model_dump() for p in refused.problems]})
-        else:
-            errors = [p for p in refused.problems if p.severity == "error"]
-            print(f"refused: {len(errors)} problem(s)\n{problems_text(refused.problems)}", file=sys.stderr)
-        return REFUSED
+        _refused(refused.problems, arguments.json)
+        return NOTHING if refused.problems[0].id == "STOP001" else REFUSED
     except BrokenPipeError:
         return GOOD
     return code
@@ -78,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Build the parser; every command takes `--json`."""
-    parser = argparse.ArgumentParser(prog="soup-flows", description=__doc__, formatter_class=_Raw)
+    parser = _Parser(prog="soup-flows", description=__doc__, formatter_class=_Raw)
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"soup-flows {library_versions().get('soup-flows') or 'from a checkout'}",
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -117,6 +119,31 @@ def _parser() -> argparse.ArgumentParser:
     shards.add_argument("--model", metavar="DIR", help="folder with config.json and the tokenizer")
     shards.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the output")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line as every other refusal is said, as JSON too where that was asked for."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Remember whether JSON was asked for."""
+        self.as_json = "--json" in (sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with the exit code of a refusal."""
+        fix = f"see {self.prog} --help"
+        problem = Problem(id="CLI005", severity="error", field="command line", message=message, fix=fix)
+        _refused([problem], getattr(self, "as_json", False))
+        raise SystemExit(REFUSED)
+
+
+def _refused(problems: Sequence[Problem], as_json: bool) -> None:
+    """Print why nothing was started."""
+    if as_json:
+        print_json({"problems": [problem.model_dump() for problem in problems]})
+    else:
+        errors = sum(problem.severity == "error" for problem in problems)
+        print(f"refused: {errors} problem(s)\n{problems_text(problems)}", file=sys.stderr)
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
@@ -205,7 +232,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _presets(arguments: argparse.Namespace) -> int:
     """List the presets, show one, or explain two."""
     from soup_flows.deepspeed import DEEPSPEED_ALIASES, DEEPSPEED_PRESETS, get_deepspeed_config
-    from soup_flows.fsdp import get_fsdp_config
+    from soup_flows.fsdp import FSDP_PRESETS, get_fsdp_config
 
     name = arguments.preset
     if name is None:
@@ -223,6 +250,12 @@ def _presets(arguments: argparse.Namespace) -> int:
             print(text)
     else:
         known = {*DEEPSPEED_PRESETS, *DEEPSPEED_ALIASES}
+        if name not in known and name not in FSDP_PRESETS:
+            near = (
+                nearest(name, [*known, *FSDP_PRESETS])
+                or f"presets: {', '.join([*sorted(known), *FSDP_PRESETS])}"
+            )
+            raise refuse("CLI006", "preset", f"there is no preset {name!r}", near)
         print_json(get_deepspeed_config(name) if name in known else get_fsdp_config(name))
     return GOOD
 

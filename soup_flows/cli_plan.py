@@ -28,6 +28,7 @@ PREVIEW = "RUN-ID"
 """Stands for the run's name in a launch that is only shown."""
 MAX_HARDWARE_BYTES = 1 << 20
 """Largest file that is read as a recorded machine, bytes; eight GPUs take about 30 kilobytes."""
+MOST_NODES = 1024
 GPUS_PER_MACHINE = 8
 """GPUs of an imagined machine where `--gpus` does not say."""
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
     where.add_argument("--gpu", metavar="NAME", help="plan for --gpus of this kind, such as h100-80gb")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines with --gpus GPUs each")
+    parser.add_argument("--nodes", type=_nodes, default=1, metavar="N", help="machines with --gpus GPUs each")
     parser.add_argument(
         "--fit", action="store_true", help="what fits: longest rows, micro batch, fewest GPUs"
     )
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check the memory by tracing the model's code (some seconds, no GPU)",
     )
+
+
+def _nodes(text: str) -> int:
+    """Read a number of machines."""
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_NODES:
+        raise argparse.ArgumentTypeError(f"got {text!r}; use a whole number from 1 to {MOST_NODES}")
+    return int(text)
 
 
 def plan_command(
@@ -73,7 +81,7 @@ def plan_command(
     if arguments.fit:
         answer = fit(spec, hardware, arguments.nodes)
         return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
-    here = not (arguments.hardware or arguments.gpu)
+    here = arguments.hardware is None and arguments.gpu is None
     plan, found = plan_and_validate(spec, hardware, arguments.nodes, here)
     problems = [*known, *found]
     if arguments.rehearse and not any(problem.severity == "error" for problem in problems):
@@ -148,12 +156,12 @@ def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
 
 def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:
     """Return the machine to plan for: recorded, imagined, or this one."""
-    return _recorded(arguments.hardware) if arguments.hardware else machine(spec, arguments.gpu)
+    return _recorded(arguments.hardware) if arguments.hardware is not None else machine(spec, arguments.gpu)
 
 
 def machine(spec: TrainingSpec, gpu: str | None) -> Hardware:
     """Return a machine with GPUs of the kind `gpu`, or this one when None."""
-    if gpu:
+    if gpu is not None:
         return imagined(gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
     return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from soup_flows.errors import TrainingFailed
+from soup_flows.paths import check_can_be_made
 from soup_flows.spec import parse_spec
 
 GOOD, FAILED, REFUSED, STOPPED, NOTHING = 0, 1, 2, 3, 4
@@ -39,6 +40,12 @@ def run_flow(values: dict[str, Any], as_json: bool) -> int:
     if as_json:
         os.environ["PREFECT_LOGGING_LEVEL"] = "CRITICAL"
     spec = parse_spec(values)  # a wrong spec is refused before Prefect is imported
+    check_can_be_made(spec.output_dir)
+    if not as_json:
+        print(
+            "Starting the flow; without PREFECT_API_URL, Prefect starts a server for it first.",
+            file=sys.stderr,
+        )
     from soup_flows.block_use import apply_blocks
     from soup_flows.flows import soup_train
     from soup_flows.paths import RunPaths

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 Severity = Literal["error", "warning", "note"]
 
@@ -56,6 +56,12 @@ class Problem(BaseModel):
     """What to write instead."""
     source: str = ""
     """Where the rule comes from: an issue, a line of a library's source, a measurement."""
+
+    @field_validator("field", "message", "fix")
+    @classmethod
+    def _printable(cls, text: str) -> str:
+        """Write control characters as escapes: what a file or a command line holds must not drive a terminal."""
+        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
     def __str__(self) -> str:
         fix = f" Fix: {self.fix}" if self.fix else ""

@@ -49,7 +49,7 @@ def soup_plan(
     model: Model,
     dataset: Dataset,
     gpu: GpuName = None,
-    nodes: Annotated[int, titled("Machines", ge=1)] = 1,
+    nodes: Annotated[int, titled("Machines", ge=1, le=1024)] = 1,
     deepspeed: DeepSpeedChoice = None,
     fsdp: FSDPChoice = None,
     deepspeed_config: DeepSpeedFile = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
@@ -24,10 +26,28 @@ DEMO_MODEL = "demo://tiny-llama"
 DEMO_DATASET = "demo://stdlib-qa"
 
 
+MANY = 10**9
+"""Largest count of steps, rows and the like: beyond it a number is a mistake."""
+
+
+def _takes_bool(annotation: object) -> bool:
+    """Whether a type is bool, or has it among its alternatives."""
+    return annotation is bool or any(_takes_bool(inner) for inner in typing.get_args(annotation))
+
+
 class Group(BaseModel):
     """Base of the spec and its groups: frozen, and strict about unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse true and false where they would count as 1 and 0."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and not _takes_bool(field.annotation):
+            raise PydanticCustomError("bool_as_number", "true and false are no value here")
+        return value
 
 
 class LoraSettings(Group):
@@ -62,13 +82,17 @@ class TrainingSettings(Group):
     method: Literal["full", "lora", "qlora"] = Field("full", title="Method")
     """`full` trains every weight, `lora` trains low-rank adapters beside frozen weights, `qlora` beside frozen
     weights in 4 bits (GPUs only)."""
-    num_train_epochs: float = Field(1.0, gt=0, title="Epochs")
+    num_train_epochs: float = Field(1.0, gt=0, le=10_000, title="Epochs")
     """Passes over the training rows; ignored when `max_steps` is set."""
-    max_steps: int | None = Field(None, ge=1, title="Maximum optimizer steps")
+    max_steps: int | None = Field(None, ge=1, le=MANY, title="Maximum optimizer steps")
     """Stop after this many optimizer steps, whatever the number of epochs."""
-    global_batch_size: int = Field(16, ge=1, title="Global batch size (rows per optimizer step)")
+    global_batch_size: int = Field(
+        16, ge=1, le=10_000_000, title="Global batch size (rows per optimizer step)"
+    )
     """Rows per optimizer step over all ranks. It is kept for any number of GPUs."""
-    per_device_train_batch_size: int | None = Field(None, ge=1, title="Micro batch (rows per rank and pass)")
+    per_device_train_batch_size: int | None = Field(
+        None, ge=1, le=65_536, title="Micro batch (rows per rank and pass)"
+    )
     """Rows a rank computes at once; derived when empty, lowered to a divisor when it does not fit."""
     learning_rate: float = Field(2e-5, gt=0, lt=10, title="Peak learning rate")
     """Peak learning rate after warm-up."""
@@ -91,9 +115,9 @@ class TrainingSettings(Group):
     prediction says that it is needed or pays."""
     seed: int = Field(42, ge=0, lt=2**31, title="Seed")
     """Seed of weights, dropout and data order."""
-    logging_steps: int = Field(1, ge=1, title="Log every n optimizer steps")
+    logging_steps: int = Field(1, ge=1, le=MANY, title="Log every n optimizer steps")
     """Optimizer steps between two metric events."""
-    eval_steps: int | None = Field(None, ge=1, title="Evaluate every n optimizer steps")
+    eval_steps: int | None = Field(None, ge=1, le=MANY, title="Evaluate every n optimizer steps")
     """Optimizer steps between evaluations; the held-out set is always evaluated before and after training."""
     early_stopping_patience: int | None = Field(None, ge=1, title="Early stopping: patience (evaluations)")
     """Stop after this many evaluations in a row without an improvement; needs `eval_steps` and held-out rows."""
@@ -136,7 +160,7 @@ class RecoverySettings(Group):
     resume: str = Field("auto", min_length=1, title="Resume from")
     """`auto`: a retry, or the same flow run coming back, goes on from its newest checkpoint that verifies.
     A run id, a checkpoint or a run directory: go on from there. `never`: always start from the model."""
-    save_steps: int | None = Field(None, ge=0, title="Save a checkpoint every n optimizer steps")
+    save_steps: int | None = Field(None, ge=0, le=MANY, title="Save a checkpoint every n optimizer steps")
     """Optimizer steps between checkpoints: about ten checkpoints a run when empty, none with 0."""
     save_total_limit: int = Field(2, ge=1, title="Checkpoints to keep")
     """Older ones are removed; the last one that verifies never is."""

@@ -147,8 +147,6 @@ class TrainingSpec(Group):
     @classmethod
     def _gpus_from_text(cls, value: object) -> object:
         """Accept `"4"` as well as 4, since command lines and forms send text."""
-        if isinstance(value, bool):
-            raise ValueError("true and false are not numbers of GPUs; use a whole number or auto")
         return int(value) if isinstance(value, str) and value.isdecimal() else value
 
     def local_paths(self) -> dict[str, str]:

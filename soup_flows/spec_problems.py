@@ -38,7 +38,8 @@ def problems_of(error: ValidationError, spec: type[BaseModel]) -> list[Problem]:
         elif item["type"] == "value_error":
             fix = ""
         else:
-            message, fix = f"got {item['input']!r}", _expected(annotation, item["input"], message)
+            message = f"got {item['input']!r}"
+            fix = _elsewhere(parts, item["input"], spec) or _expected(annotation, item["input"], message)
         rule = {"extra_forbidden": "SPEC002", "missing": "SPEC003"}.get(item["type"], "SPEC001")
         by_field.setdefault(field, Problem(id=rule, severity="error", field=field, message=message, fix=fix))
     return list(by_field.values())
@@ -58,6 +59,24 @@ def _right_name(parts: Sequence[str], names: Sequence[str], spec: type[BaseModel
     ]
     homes += [parts[-1]] if parts[-1] in spec.model_fields else []
     return f"did you mean {' or '.join(homes)}?" if homes else near or "valid here: " + ", ".join(names)
+
+
+def _elsewhere(parts: Sequence[str], value: object, spec: type[BaseModel]) -> str:
+    """Say which other setting takes a name that was given for this one, such as zero3 for `strategy`."""
+    homes = [
+        name
+        for name, field in spec.model_fields.items()
+        if name != parts[0] and len(parts) == 1 and value in _choices(field.annotation)
+    ]
+    return f"did you mean {homes[0]}={value}?" if homes and isinstance(value, str) and value != "auto" else ""
+
+
+def _choices(annotation: Any) -> list[object]:
+    """Return the names that a type lists."""
+    inner = typing.get_args(annotation)
+    return (
+        list(inner) if typing.get_origin(annotation) is Literal else [c for i in inner for c in _choices(i)]
+    )
 
 
 def _locate(parts: list[str], spec: type[BaseModel]) -> tuple[str, type[BaseModel], Any]:
@@ -110,4 +129,5 @@ def _bounds(item: Any) -> list[str]:
     """Return the limits that a `Field(...)` or one of its constraints states."""
     words = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
     found = [f"{sign} {getattr(item, name)}" for name, sign in words if getattr(item, name, None) is not None]
+    found += ["that is not empty"] if getattr(item, "min_length", None) else []
     return found + [text for inner in getattr(item, "metadata", ()) for text in _bounds(inner)]

@@ -18,6 +18,8 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "CLI001": ("`--set` is not of the form name=value", "write --set training.learning_rate=2e-5"),
     "CLI002": ("The file given as `--spec` cannot be read", "give JSON or YAML with the settings"),
     "CLI003": ("The file given as `--hardware` cannot be read", "record one with soup-flows doctor --json"),
+    "CLI005": ("The command line cannot be read", "the message says why; --help shows what there is"),
+    "CLI006": ("There is no such preset", "the message names the nearest; soup-flows presets lists them"),
     "CLI004": (
         "There is no rule with this id",
         "the message names the nearest; docs/rules.md lists them all",

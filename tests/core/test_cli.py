@@ -197,3 +197,30 @@ def test_problems_fit_the_terminal() -> None:
 def test_plan_builds_what_the_demo_names(tmp_path: Path) -> None:
     demo = ["--model", "demo://tiny-llama", "--dataset", "demo://stdlib-qa", "--output_dir", str(tmp_path)]
     assert main(["plan", *demo, "--deepspeed", "zero2", "--gpus", "2", "--set", "device=cpu"]) == 0
+
+
+@pytest.mark.parametrize("argv", ["plan --bogus", "plan --nodes x", "nothing", "plan --nodes 99999"])
+def test_a_wrong_command_line_is_one_object_too(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*argv.split(), "--json"])
+    assert ended.value.code == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem["id"] == "CLI005"
+
+
+def test_an_unknown_preset_names_the_nearest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "full_shart", "--json"]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert (problem["field"], problem["fix"]) == ("preset", "did you mean 'full_shard'?")
+
+
+def test_what_cannot_be_written_is_refused_before_prefect_starts(asked: list[str], tmp_path: Path) -> None:
+    assert main(["train", *asked, "--output-dir", str(tmp_path / "rows.jsonl")]) == 2
+    assert main(["train", *asked, "--output-dir", str(tmp_path / "rows.jsonl" / "below")]) == 2
+
+
+def test_nothing_drives_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stop", "nope\x1b[31m"]) == 4
+    (tmp_path / "spec.yaml").write_text('"\\e[31mmodel\\e]0;x\\a": 1\n')
+    assert main(["plan", "--spec", str(tmp_path / "spec.yaml")]) == 2
+    assert "\x1b" not in capsys.readouterr().err

@@ -39,6 +39,17 @@ def refused(**values: Any) -> Refused:
         ({"model": ""}, "model", "text"),
         ({"data": {"max_length": 1}}, "data.max_length", ">= 8"),
         ({"launcher": {"stop_budget_s": 60}}, "launcher.stop_budget_s", "<= 28"),
+        ({"launcher": {"timeout_min": float("inf")}}, "launcher.timeout_min", "a number > 0"),
+        ({"training": {"num_train_epochs": 1e308}}, "training.num_train_epochs", "<= 10000"),
+        ({"training": {"max_steps": 10**30}}, "training.max_steps", "<= 1000000000"),
+        ({"training": {"global_batch_size": 10**22}}, "training.global_batch_size", "<= 10000000"),
+        ({"training": {"global_batch_size": True}}, "training.global_batch_size", "whole number"),
+        ({"training": {"learning_rate": True}}, "training.learning_rate", "a number"),
+        ({"model": ""}, "model", "text that is not empty"),
+        ({"strategy": "zero3"}, "strategy", "did you mean deepspeed=zero3?"),
+        ({"deepspeed": "full_shard"}, "deepspeed", "did you mean fsdp=full_shard?"),
+        ({"fsdp": "ddp"}, "fsdp", "did you mean strategy=ddp?"),
+        ({"\x1b[31mmodel": 1}, "\\x1b[31mmodel", "is not a setting"),
     ],
 )
 def test_one_clear_problem(values: dict[str, Any], field: str, words: str) -> None:
