@@ -9,14 +9,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from soup_flows.architecture.dense import FAMILIES, dense, gpt2, opt
+from soup_flows.architecture.check import check_config
+from soup_flows.architecture.dense import FAMILIES, NotWritten, dense, gpt2, opt
 from soup_flows.architecture.files import folder_shapes, from_shapes, index_parameters
 from soup_flows.architecture.moe import deepseek, mixtral, qwen_moe
 from soup_flows.architecture.value import Architecture, Layer, Linear
 from soup_flows.errors import refuse
 from soup_flows.user_file import BadFile, read_json
 
-__all__ = ["Architecture", "Layer", "Linear", "count_on_meta", "from_config", "from_folder", "known_families"]
+__all__ = [
+    "Architecture",
+    "Layer",
+    "Linear",
+    "count_on_meta",
+    "from_config",
+    "from_folder",
+    "known_families",
+    "read_config",
+]
 
 MAX_CONFIG_BYTES = 1 << 23
 """Largest config.json that is read, bytes; names of thousands of labels take one or two million."""
@@ -35,6 +45,18 @@ _OTHERS: dict[str, Callable[[Mapping[str, Any]], Architecture]] = {
 def known_families() -> tuple[str, ...]:
     """Return the `model_type`s whose shapes are written down here, in order of the alphabet."""
     return tuple(sorted({*FAMILIES, *_OTHERS}))
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return the `config.json` of a model folder, its known keys checked.
+
+    Raises:
+        BadFile: there is no readable JSON object.
+        Refused: `PLAN011` as in `check_config`.
+    """
+    config = read_json(Path(folder) / "config.json", MAX_CONFIG_BYTES, strict=False)
+    check_config(config, known_families())
+    return config
 
 
 def from_config(config: Mapping[str, Any], *, count_unknown: bool = True) -> Architecture:
@@ -58,8 +80,8 @@ def from_config(config: Mapping[str, Any], *, count_unknown: bool = True) -> Arc
         )
     try:
         return _OTHERS[kind](config) if kind in _OTHERS else dense(config, FAMILIES[kind])
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ValueError) and count_unknown:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, NotWritten) and count_unknown:
             return count_on_meta(config)
         missing = f"lacks {error.args[0]!r}" if isinstance(error, KeyError) else f"is wrong: {error}"
         raise refuse("MEM001", "model", f"the {kind} config {missing}", "complete config.json") from None
@@ -73,11 +95,12 @@ def from_folder(folder: str | Path, *, count_unknown: bool = True) -> Architectu
         count_unknown: see `from_config`; used only when there are no weight files to read shapes from.
 
     Raises:
-        Refused: `MEM002` if there is no readable `config.json`; `MEM001` as in `from_config`.
+        Refused: `MEM002` if there is no readable `config.json`; `PLAN011` as in `read_config`; `MEM001` as in
+            `from_config`.
     """
     folder = Path(folder)
     try:
-        config = read_json(folder / "config.json", MAX_CONFIG_BYTES, strict=False)
+        config = read_config(folder)
     except BadFile as bad:
         raise refuse("MEM002", "model", str(bad), "give a folder that holds config.json") from None
     broken: tuple[str, ...] = ()
@@ -124,12 +147,17 @@ def count_on_meta(config: Mapping[str, Any], timeout_s: float = 180.0) -> Archit
         what = f"counting model_type {kind!r} on the meta device took more than {timeout_s:.0f} s"
         raise refuse("MEM001", "model", what, "give the weight files as safetensors") from None
     except subprocess.CalledProcessError as error:
-        why = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        why = "".join(c if c.isprintable() else repr(c)[1:-1] for c in last)  # it may quote the config
         what = f"model_type {kind!r} is not written down here and could not be counted: {why}"
         fix = "use a family of transformers, or give the weight files as safetensors"
         raise refuse("MEM001", "model", what, fix) from None
     shapes = {name: tuple(shape) for name, shape in json.loads(done.stdout).items()}
-    return from_shapes(config, shapes, "meta")
+    try:
+        return from_shapes(config, shapes, "meta")
+    except (ValueError, TypeError, IndexError, StopIteration) as error:
+        what = f"model_type {kind!r} has shapes that make no model that is understood: {error}"
+        raise refuse("MEM001", "model", what, "give the weight files as safetensors") from None
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -11,6 +11,10 @@ from soup_flows.architecture.value import Architecture, Layer, Linear
 Config = Mapping[str, Any]
 
 
+class NotWritten(ValueError):
+    """A variant of a family that is not written down here; it can be counted on the meta device."""
+
+
 @dataclass(frozen=True)
 class Family:
     """How one family differs from Llama. A `str` flag names the config key that switches it."""
@@ -197,10 +201,10 @@ def dense(config: Config, family: Family) -> Architecture:
 
     Raises:
         KeyError: if the config lacks a size the family has no default for.
-        ValueError: if it uses a variant that is not written down here.
+        NotWritten: if it uses a variant that is not written down here.
     """
     if config.get("qk_layernorm"):
-        raise ValueError("qk_layernorm is not written down for this family")
+        raise NotWritten("qk_layernorm is not written down for this family")
     hidden = int(config["hidden_size"])
     width = int(config.get("intermediate_size") or 4 * hidden)
     linears, widths, inner = attention(config, family)
@@ -256,7 +260,7 @@ def opt(config: Config) -> Architecture:
     """Return the architecture of an OPT: learned positions and biases everywhere."""
     hidden, heads, width = (int(config[k]) for k in ("hidden_size", "num_attention_heads", "ffn_dim"))
     if int(config.get("word_embed_proj_dim") or hidden) != hidden:
-        raise ValueError("word_embed_proj_dim other than hidden_size is not written down for opt")
+        raise NotWritten("word_embed_proj_dim other than hidden_size is not written down for opt")
     bias = bool(config.get("enable_bias", True))
     affine = 2 * hidden if config.get("layer_norm_elementwise_affine", True) else 0
     names = ("q_proj", "k_proj", "v_proj", "out_proj")

@@ -54,11 +54,11 @@ def fit(spec: TrainingSpec, hardware: Hardware, nodes: int = 1) -> Fit:
     Raises:
         Refused: as `make_plan` does; `PLAN022` where the model's shapes are not known.
     """
+    config = read_model_config(spec.model) or {}
     case = read_case(spec, hardware, nodes)
     if case.model is None:
         raise refuse("PLAN022", "model", case.no_model, "give a folder with the model's config.json")
     micro, length = case.batch.micro or 1, spec.data.max_length
-    config = read_model_config(spec.model) or {}
     positions = config.get("max_position_embeddings")
     longest = min(positions, LONGEST) if isinstance(positions, int) and positions >= 8 else LONGEST
     return Fit(

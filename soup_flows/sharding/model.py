@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from soup_flows.architecture import MAX_CONFIG_BYTES, Architecture, from_folder
+from soup_flows.architecture import Architecture, from_folder, read_config
 from soup_flows.errors import Refused, refuse
-from soup_flows.user_file import BadFile, read_json
+from soup_flows.user_file import BadFile
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
     """Return a local model folder's `config.json`, or None for a Hub id.
 
     Raises:
-        Refused: if `model` is a folder without a readable `config.json`, or looks like a path that is missing.
+        Refused: if `model` is a folder without a readable `config.json`, one whose known keys are wrong
+            (all of them in one `PLAN011`), or looks like a path that is missing.
     """
     folder = Path(model).expanduser()
     if not folder.exists():
@@ -23,13 +24,12 @@ def read_model_config(model: str) -> dict[str, Any] | None:
                 "PLAN009", "model", f"there is no folder {model!r}", "give a model folder or a Hub id"
             )
         return None
-    file = folder / "config.json"
-    if not file.is_file():
+    if not (folder / "config.json").is_file():
         raise refuse(
             "PLAN010", "model", f"{model!r} has no config.json", "give a folder made by save_pretrained()"
         )
     try:
-        return read_json(file, MAX_CONFIG_BYTES, strict=False)
+        return read_config(folder)
     except BadFile as bad:
         raise refuse("PLAN011", "model", str(bad), "save the model again with save_pretrained()") from None
 

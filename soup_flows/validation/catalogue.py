@@ -58,7 +58,7 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     ),
     "PLAN009": ("There is no such model folder", "give a folder or a Hub id"),
     "PLAN010": ("The model folder has no config.json", "give a folder made by save_pretrained()"),
-    "PLAN011": ("The model's config.json cannot be read", "save the model again"),
+    "PLAN011": ("The model's config.json cannot be read, or holds impossible values", "save the model again"),
     "PLAN020": (
         "The predicted memory does not fit this machine",
         "use the settings the message names; soup-flows plan shows all candidates",

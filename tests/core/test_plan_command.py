@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from soup_flows.cli import GOOD, REFUSED, main
+from soup_flows.errors import Refused
 from soup_flows.report import RankMemory, TrainReport
-from soup_flows.sharding import ShardingPlan
+from soup_flows.sharding import ShardingPlan, read_model_config
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 
@@ -74,3 +75,89 @@ def test_the_report_holds_the_prediction_against_the_measurement(
     )
     report = TrainReport(run_id="r", run_dir="d", state="completed", plan=plan, memory=(measured,))
     assert "(+25%)" in report_page(report)
+
+
+ABSENT = object()
+LLAMA = json.loads((MODELS / "llama-8b" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_attention_heads": 0},
+        {"num_attention_heads": True},
+        {"num_attention_heads": 8192},
+        {"hidden_size": float("inf")},
+        {"hidden_size": float("nan")},
+        {"hidden_size": -256},
+        {"hidden_size": "256"},
+        {"hidden_size": 256.5},
+        {"hidden_size": [256]},
+        {"hidden_size": None},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**7},
+        {"vocab_size": 10**18},
+        {"model_type": ["llama"]},
+        {"model_type": "\x1b[31mnew"},
+        {"model_type": "mixtral", "num_local_experts": -3},
+        {"model_type": "mixtral", "num_local_experts": 0},
+        {"model_type": "qwen3_moe", "mlp_only_layers": ["\x1b[2J"]},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [None]},
+        {"architectures": ["\x1b]0;title\x07"]},
+        {"torch_dtype": 5},
+        {"dtype": "\x1b[2Jfloat32"},
+        {"quantization_config": "x"},
+        {"quantization_config": {"quant_method": "\x1b[2J"}},
+        {"rope_scaling": 7, "max_position_embeddings": "long"},
+        {"tie_word_embeddings": "false"},
+        {"text_config": 3},
+        {"text_config": {"hidden_size": -1, "num_hidden_layers": 0}},
+        {"hidden_size": -1, "vocab_size": 0, "torch_dtype": [], "rope_scaling": "yarn", "head_dim": 1.5},
+    ],
+    ids=lambda wrong: ascii(wrong),
+)
+def test_impossible_configs_are_refused_with_every_wrong_key(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wrong))
+    with pytest.raises(Refused) as refused:
+        read_model_config(str(tmp_path))
+    (problem,) = refused.value.problems
+    assert (problem.id, problem.field) == ("PLAN011", "model")
+    inner = wrong.get("text_config")
+    keys = inner if isinstance(inner, dict) else wrong
+    assert all(key in problem.message for key in keys if keys[key] not in ("mixtral", "qwen3_moe"))
+    assert problem.message.isprintable()
+
+
+def test_an_impossible_config_is_the_one_error_of_a_plan(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"model_type": "\x1b[31mnew", "hidden_size": float("nan"), "num_attention_heads": 0}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | wrong))
+    given = ["--model", str(tmp_path), *arguments, "--gpu", "h100-80gb", "--gpus", "4"]
+    code, value = run(capsys, *given)
+    (problem,) = [p for p in value["problems"] if p["severity"] == "error"]
+    assert (code, problem["id"], problem["field"]) == (REFUSED, "PLAN011", "model")
+    assert all(key in problem["message"] for key in wrong)
+    assert main(["plan", *given]) == REFUSED
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err
+    assert run(capsys, *given, "--fit")[1]["problems"][0]["id"] == "PLAN011"
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        {"model_type": "llava", "text_config": LLAMA, "hidden_size": None},
+        {"model_type": "gemma3n_text", "intermediate_size": [16384] * 32},
+        {"model_type": "granitemoehybrid", "num_local_experts": 0, "num_experts_per_tok": 0},
+        {"max_position_embeddings": 10_485_760, "rope_scaling": None, "head_dim": None},
+        {"torch_dtype": None, "architectures": None, "quantization_config": {"quant_method": "mxfp4"}},
+        dict.fromkeys(("vocab_size", "num_attention_heads", "model_type", "architectures"), ABSENT),
+    ],
+    ids=lambda unusual: ascii(list(unusual)),
+)
+def test_unusual_configs_are_read(unusual: dict[str, Any], tmp_path: Path) -> None:
+    config = {key: value for key, value in (LLAMA | unusual).items() if value is not ABSENT}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(str(tmp_path)) == config
