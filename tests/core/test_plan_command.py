@@ -65,8 +65,9 @@ def test_a_run_that_cannot_fit_is_refused(arguments: list[str], capsys: pytest.C
     ("config", "expected"),
     [
         (
-            {"zero_optimisation": {"stage": 2}, "train_batch_size": -1},
+            {"zero_optimisation": {"stage": 2}, "train_batch_size": -1, "gradient_accumulation_steps": 0},
             {
+                ("DS030", "deepspeed_config.gradient_accumulation_steps"),
                 ("DS020", "deepspeed_config.zero_optimisation"),
                 ("DS029", "deepspeed_config.zero_optimization"),
                 ("DS030", "deepspeed_config.train_batch_size"),
