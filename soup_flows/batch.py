@@ -7,6 +7,7 @@ import math
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from soup_flows.errors import refuse
+from soup_flows.units import ranks
 
 DEFAULT_MICRO_BATCH = 8
 """Largest micro batch that is chosen when none is given."""
@@ -73,9 +74,9 @@ def batch_arithmetic(
         raise refuse(
             "BATCH002",
             "global_batch_size",
-            f"{global_batch_size} rows per optimizer step cannot be split evenly over {world_size} ranks",
+            f"{global_batch_size} rows per optimizer step cannot be split evenly over {ranks(world_size)}",
             f"use a global batch of {_nearest_batches(global_batch_size, world_size)}, "
-            f"or {_nearest_worlds(global_batch_size, world_size)} ranks",
+            f"or {ranks(_nearest_worlds(global_batch_size, world_size))}",
         )
     micro = largest_divisor(share, wish)
     return Batch(
@@ -126,7 +127,7 @@ def count_nodes(world_size: int, ranks_per_node: int | None) -> tuple[int, int]:
     """
     local = world_size if ranks_per_node is None else positive("ranks_per_node", ranks_per_node)
     if world_size % local:
-        message = f"{world_size} ranks do not fill nodes of {local}"
+        message = f"{ranks(world_size)} do not fill nodes of {local}"
         raise refuse("BATCH003", "ranks_per_node", message, "use the same number of ranks on every node")
     return world_size // local, local
 

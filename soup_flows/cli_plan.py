@@ -22,7 +22,7 @@ from soup_flows.sharding.fit import fit
 from soup_flows.sharding.trace import trace_plan
 from soup_flows.spec import TrainingSpec
 from soup_flows.user_file import BadFile, read_json
-from soup_flows.validation import apply_fixes, count_rows, validate
+from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
 PREVIEW = "RUN-ID"
 """Stands for the run's name in a launch that is only shown."""
@@ -79,7 +79,10 @@ def plan_command(
     """
     hardware = _machine(spec, arguments)
     if arguments.fit:
-        answer = fit(spec, hardware, arguments.nodes)
+        try:
+            answer = fit(spec, hardware, arguments.nodes)
+        except Refused as refused:
+            raise with_others(refused, spec) from None
         return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
     here = arguments.hardware is None and arguments.gpu is None
     plan, found = plan_and_validate(spec, hardware, arguments.nodes, here)
@@ -115,7 +118,10 @@ def plan_and_validate(
     Raises:
         Refused: what cannot be planned.
     """
-    plan = make_plan(spec, hardware, count_rows(spec), nodes, correction=recall(spec, hardware))
+    try:
+        plan = make_plan(spec, hardware, count_rows(spec), nodes, correction=recall(spec, hardware))
+    except Refused as refused:
+        raise with_others(refused, spec) from None
     plan, mended = apply_fixes(spec, hardware, plan)
     plan = plan.model_copy(update={"notes": (*plan.notes, *mended)})
     return plan, list(validate(spec, hardware, plan, local=local))

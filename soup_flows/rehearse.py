@@ -170,7 +170,7 @@ def _json_for_cpu(config: dict[str, Any], ranks: int, micro: int, passes: int) -
         if isinstance(block, dict) and block.get("device", "none") != "none":
             zero[name] = {"device": "cpu", "pin_memory": False}
     if "zero_hpz_partition_size" in zero:
-        zero["zero_hpz_partition_size"] = min(zero["zero_hpz_partition_size"], ranks)
+        zero["zero_hpz_partition_size"] = min(int(zero["zero_hpz_partition_size"]), ranks)
     config["zero_optimization"] = zero
     fp16, optimizer = config.get("fp16"), config.get("optimizer")
     if isinstance(fp16, dict) and fp16.get("enabled") is True:

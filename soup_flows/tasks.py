@@ -37,7 +37,7 @@ from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import asked_to_stop, stop
-from soup_flows.validation import apply_fixes, check_spec, count_rows, validate
+from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
 
 @task(name="detect hardware", cache_policy=NO_CACHE)
@@ -78,7 +78,7 @@ def prepare_dataset(spec: TrainingSpec) -> PreparedData:
         with credentials(spec):
             data = prepare_data(spec)
     except Refused as refused:
-        raise _with_others(refused, spec) from None
+        raise with_others(refused, spec) from None
     report = data.train.report
     _logger().info(
         "Data: %d rows to train, %d held out; %d rows dropped; %s tokens an epoch, %s of them trained",
@@ -99,13 +99,7 @@ def plan_or_explain(
     try:
         return make_plan(spec, hardware, rows, kept=kept, correction=recall(spec, hardware))
     except Refused as refused:
-        raise _with_others(refused, spec) from None
-
-
-def _with_others(refused: Refused, spec: TrainingSpec) -> Refused:
-    """Add what can be found wrong without a plan."""
-    known = {(p.id, p.field) for p in refused.problems}
-    return Refused([*refused.problems, *(p for p in check_spec(spec) if (p.id, p.field) not in known)])
+        raise with_others(refused, spec) from None
 
 
 @task(name="resolve sharding config", cache_policy=NO_CACHE)

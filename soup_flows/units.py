@@ -8,3 +8,8 @@ GIB = 1 << 30
 def gib(size: int, digits: int = 1) -> str:
     """Return `size` (bytes) in GiB as text, with `digits` decimals."""
     return f"{size / GIB:.{digits}f} GiB"
+
+
+def ranks(count: int | str) -> str:
+    """Return a number of ranks (or several numbers, as text) with its noun: `1 rank`, `2 or 4 ranks`."""
+    return f"{count} rank" if str(count) == "1" else f"{count} ranks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -62,6 +63,7 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, strict: bool = Tr
     """
     text = read_text(path, max_bytes)
     hooks: dict[str, Any] = {"object_pairs_hook": _no_duplicates, "parse_constant": _no_constant}
+    hooks |= {"parse_float": _finite, "parse_int": _finite_int}
     try:
         value = json.loads(text, **(hooks if strict else {}))
     except json.JSONDecodeError as error:
@@ -98,6 +100,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise _Found(f"{name} is not JSON", re.escape(name), "write a finite number")
+
+
+def _finite(text: str) -> float:
+    """Refuse what only becomes infinity, as 1e999 does: other readers of the file have no such number."""
+    if not math.isfinite(value := float(text)):
+        raise _Found(f"{text[:20]} is too large for a number", re.escape(text), "write a finite number")
+    return value
+
+
+def _finite_int(text: str) -> int:
+    _finite(text)
+    return int(text)
 
 
 def _lines_with(text: str, token: str) -> str:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from soup_flows.batch import Batch, batch_arithmetic, largest_divisor, positive
-from soup_flows.errors import refuse
+from soup_flows.errors import Refused, refuse
 from soup_flows.hardware import Hardware
 from soup_flows.sharding.values import Device, Dtype, OptimizerName
 from soup_flows.spec import TrainingSpec
+from soup_flows.units import ranks
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -152,26 +153,59 @@ def nearest_preset(config: dict[str, Any]) -> str:
     Raises:
         Refused: for a JSON that shards nothing.
     """
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else {}
-    stage = zero.get("stage", 0)
+    block = config.get("zero_optimization")
+    zero = block if isinstance(block, dict) else {}
+    stage = whole_number(zero.get("stage"))
     if stage not in (1, 2, 3):
         raise refuse(
             "PLAN007",
             "deepspeed_config",
-            f"zero_optimization.stage is {stage!r}, so nothing would be sharded",
-            "set it to 1, 2 or 3, or drop deepspeed_config and use strategy=ddp",
+            _why_no_stage(config),
+            "set zero_optimization.stage to 1, 2 or 3, or drop deepspeed_config and use strategy=ddp",
         )
     devices = {
-        block.get("device")
+        device
         for key in ("offload_optimizer", "offload_param")
-        if isinstance(block := zero.get(key), dict)
+        if isinstance(block := zero.get(key), dict) and isinstance(device := block.get("device"), str)
     }
     if stage == 3 and "nvme" in devices:
         return "zero3_nvme"
-    if stage == 3 and zero.get("zero_hpz_partition_size", 1) > 1:
+    if stage == 3 and (whole_number(zero.get("zero_hpz_partition_size")) or 1) > 1:
         return "zero++"
     return f"zero{stage}" + ("_offload" if devices & {"cpu", "nvme"} and stage > 1 else "")
+
+
+def _why_no_stage(config: dict[str, Any]) -> str:
+    """Say what keeps a JSON from having a stage that shards, with the value that was found."""
+    zero = config.get("zero_optimization")
+    if "zero_optimization" not in config:
+        return "there is no zero_optimization block, so nothing would be sharded"
+    if not isinstance(zero, dict):
+        return f"zero_optimization is {_shown(zero)} and not a block"
+    if "stage" not in zero:
+        return "zero_optimization has no stage, so nothing would be sharded"
+    if whole_number(zero["stage"]) == 0:
+        return "zero_optimization.stage is 0, so nothing would be sharded"
+    return f"zero_optimization.stage is {_shown(zero['stage'])}, and there is no such stage"
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message quotes it, at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def whole_number(value: object) -> int | None:
+    """Return a whole number of a user's JSON, also one with a point; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if isinstance(value, int) or value.is_integer() else None
+
+
+def batch_numbers(config: dict[str, Any] | None) -> dict[str, int]:
+    """Return the batch numbers of a user's JSON that can be used; the validation speaks of the others."""
+    values = {key: (config or {}).get(key) for key in BATCH_KEYS}
+    return {key: value for key, value in values.items() if type(value) is int and value > 0}
 
 
 def decide_optimizer(spec: TrainingSpec, device: str, strategy: str) -> tuple[OptimizerName, str]:
@@ -192,6 +226,8 @@ class BatchAsked:
     micro: int | None
     """Rows per rank and pass; None where the planner may choose."""
     reason: str
+    field: str = "training.global_batch_size"
+    """Where the total was read."""
 
     def divided(self, world_size: int, limit: int | None = None) -> Batch:
         """Spread it over the ranks, with at most `limit` rows per pass where none are asked for.
@@ -199,7 +235,10 @@ class BatchAsked:
         Raises:
             Refused: if it cannot be split evenly.
         """
-        return batch_arithmetic(self.total, world_size, self.micro or limit)
+        try:
+            return batch_arithmetic(self.total, world_size, self.micro or limit)
+        except Refused as refused:  # its fields are the function's arguments, not the user's settings
+            raise Refused([p.model_copy(update={"field": self.field}) for p in refused.problems]) from None
 
     def micro_batches(self, world_size: int, limit: int) -> list[int]:
         """Return the micro batches to consider, largest first; 1 where the batch cannot be split."""
@@ -219,19 +258,19 @@ def asked_batch(spec: TrainingSpec, world_size: int, config: dict[str, Any] | No
     """
     train = spec.training
     micro, total = train.per_device_train_batch_size, train.global_batch_size
-    numbers = {key: value for key in BATCH_KEYS if isinstance(value := (config or {}).get(key), int)}
+    numbers, field = batch_numbers(config), BatchAsked.field
     if not numbers:
         return BatchAsked(total, micro, f"{total} rows per optimizer step, divided over {{}} rank(s)")
     micro = numbers.get("train_micro_batch_size_per_gpu", micro)
     accumulation = numbers.get("gradient_accumulation_steps")
     if "train_batch_size" in numbers:
-        total = numbers["train_batch_size"]
+        total, field = numbers["train_batch_size"], "deepspeed_config.train_batch_size"
     elif micro and accumulation:
         total = micro * accumulation * world_size
     if micro is None and accumulation:
         micro = max(1, total // (accumulation * world_size))
     listed = ", ".join(f"{k}={v}" for k, v in numbers.items())
-    asked = BatchAsked(total, micro, f"the numbers in your DeepSpeed JSON: {listed}")
+    asked = BatchAsked(total, micro, f"the numbers in your DeepSpeed JSON: {listed}", field)
     _check_numbers(numbers, asked.divided(world_size), world_size)
     return asked
 
@@ -249,6 +288,6 @@ def _check_numbers(numbers: dict[str, int], batch: Batch, world_size: int) -> No
         raise refuse(
             "PLAN008",
             "deepspeed_config",
-            f"train_batch_size must be micro batch x accumulation x {world_size} ranks; {listed}",
+            f"train_batch_size must be micro batch x accumulation x {ranks(world_size)}; {listed}",
             'write "auto" for the three batch keys',
         )

@@ -13,7 +13,7 @@ from soup_flows.hardware import Hardware
 from soup_flows.memory import MemoryEstimate, Setup, predict
 from soup_flows.memory.estimate import MARGIN
 from soup_flows.memory.setup import parse_setup
-from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer, shards_method
+from soup_flows.sharding.asked import BatchAsked, World, decide_optimizer, shards_method, whole_number
 from soup_flows.sharding.costs import Rates, rates, step_cost
 from soup_flows.sharding.values import Candidate, Correction, Dtype, Room
 from soup_flows.spec import TrainingSpec
@@ -140,7 +140,7 @@ class Case:
         own = self.user_config if strategy == self.named else None
         zero = (own or get_deepspeed_config(strategy)).get("zero_optimization", {})
         found: dict[str, Any] = {}
-        if isinstance(bucket := zero.get("reduce_bucket_size"), int) and bucket > 0:
+        if (bucket := whole_number(zero.get("reduce_bucket_size")) or 0) > 0:
             found["bucket_elements"] = bucket
         if own is not None:
             blocks = {"optimizer": zero.get("offload_optimizer"), "params": zero.get("offload_param")}

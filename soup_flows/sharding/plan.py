@@ -10,9 +10,9 @@ from soup_flows.errors import Refused
 from soup_flows.hardware import Hardware
 from soup_flows.memory import MemoryEstimate
 from soup_flows.sharding.asked import (
-    BATCH_KEYS,
     World,
     asked_batch,
+    batch_numbers,
     check_method,
     decide_dtype,
     decide_optimizer,
@@ -138,7 +138,7 @@ def read_case(
         Refused: as `make_plan` does.
     """
     user_config = load_deepspeed_config(spec.deepspeed_config) if spec.deepspeed_config else None
-    free = not any(isinstance((user_config or {}).get(key), int) for key in BATCH_KEYS)
+    free = not batch_numbers(user_config)
     world = decide_world(spec, hardware, nodes, spec.training.global_batch_size if free else None)
     dtype, dtype_reason = decide_dtype(spec, hardware, world.device)
     named, named_reason = named_strategy(spec, world.size, user_config)

@@ -58,6 +58,7 @@ __all__ = [
     "count_rows",
     "make_context",
     "validate",
+    "with_others",
 ]
 
 RUN_RULES: tuple[Rule[Context], ...] = tuple(
@@ -75,6 +76,8 @@ RULES: tuple[Rule[Any], ...] = (*RUN_RULES, *DEEPSPEED_RULES, *FSDP_RULES, *DEEP
 
 COUNT_UP_TO_BYTES = 64 * 2**20
 """Larger data sets are not counted in the flow process."""
+STAGE_FIELDS = ("deepspeed_config.zero_optimization", "deepspeed_config.zero_optimization.stage")
+"""Where the rules about a DeepSpeed JSON say that there is no usable stage."""
 BUILD_CHECKS = ("HW016", "HW017")
 """Checks of the doctor for which there are exact rules here."""
 
@@ -133,6 +136,20 @@ def check_spec(spec: TrainingSpec) -> list[Problem]:
         except Refused as refused:
             problems += refused.problems
     return by_severity(problems)
+
+
+def with_others(refused: Refused, spec: TrainingSpec) -> Refused:
+    """Add what can be found wrong without a plan.
+
+    What is wrong in the DeepSpeed JSON stands first where the JSON is what was refused: a misspelt key is
+    the reason that nothing would be sharded, and then the rule about the stage says it better.
+    """
+    known = {(p.id, p.field) for p in refused.problems}
+    others = [p for p in check_spec(spec) if (p.id, p.field) not in known]
+    bad_stage = any(p.severity == "error" and p.field in STAGE_FIELDS for p in others)
+    found = [p for p in refused.problems if p.id != "PLAN007" or not bad_stage]
+    by_json = any(p.field.startswith("deepspeed_config") for p in refused.problems)
+    return Refused([*others, *found] if by_json else [*found, *others])
 
 
 def make_context(

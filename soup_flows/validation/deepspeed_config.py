@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,13 +42,21 @@ class DeepSpeedJson:
     def number(self, path: str) -> float | None:
         """Return a number at a dotted path; None for anything else, true and false included."""
         value = self.get(path)
-        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if isinstance(value, int) and abs(value) > sys.float_info.max:  # digits that no float holds
+            return math.inf if value > 0 else -math.inf
+        return value
 
     @property
     def stage(self) -> int | None:
         """The ZeRO stage; None where it is not a number."""
         stage = self.number("zero_optimization.stage")
-        return int(stage) if stage is not None else (None if self.has("zero_optimization.stage") else 0)
+        return (
+            int(stage)
+            if stage is not None and math.isfinite(stage)
+            else (None if self.has("zero_optimization.stage") else 0)
+        )
 
     def zero(self, key: str) -> Any:
         """Return a ZeRO value under its name with or without `stage3_`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from soup_flows.validation.deepspeed_config import DeepSpeedJson, at
@@ -26,11 +27,11 @@ TOTAL, MICRO, ACCUMULATION = (
 def batch_product(config: DeepSpeedJson) -> Iterator[Found]:
     """Batch numbers whose product does not hold, for the run's ranks or for any number of ranks."""
     total, micro, accumulation = (config.number(key) for key in (TOTAL, MICRO, ACCUMULATION))
-    for key, value in ((TOTAL, total), (MICRO, micro), (ACCUMULATION, accumulation)):
-        if value is not None and value < 1:
-            yield at(key, f"{key} is {value}")
-            return
-    if total is None:
+    numbers = {TOTAL: total, MICRO: micro, ACCUMULATION: accumulation}
+    impossible = {k: v for k, v in numbers.items() if v is not None and not 1 <= v < math.inf}
+    for key, value in impossible.items():
+        yield at(key, f"{key} is {value:g}")
+    if total is None or impossible:
         return
     world = config.world_size
     product = (micro or 1) * (accumulation or 1) * (world or 1)

@@ -225,7 +225,7 @@ def _fits(value: Any, kind: str, parsed: bool) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return {
         "b": isinstance(value, bool) or (parsed and value in (0, 1)),
-        "i": number and float(value).is_integer() and (parsed or isinstance(value, int)),
+        "i": number and (isinstance(value, int) or (parsed and value.is_integer())),
         "n": number,
         "s": isinstance(value, str),
         "d": isinstance(value, Mapping),

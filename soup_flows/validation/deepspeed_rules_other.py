@@ -24,7 +24,10 @@ def no_stage(config: DeepSpeedJson) -> Iterator[Found]:
     """No `zero_optimization` block, or one without a stage from 0 to 3."""
     block = config.get("zero_optimization")
     if not isinstance(block, Mapping):
-        yield at("zero_optimization", f"zero_optimization is {'missing' if block is None else repr(block)}")
+        yield at(
+            "zero_optimization",
+            f"zero_optimization is {'missing' if not config.has('zero_optimization') else shown(block)}",
+        )
     elif block.get("stage") != "auto" and block.get("stage", 0) not in (0, 1, 2, 3):
         yield at("zero_optimization.stage", f"zero_optimization.stage is {shown(block.get('stage'))}")
     elif isinstance(block.get("stage"), bool):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from soup_flows.units import ranks
 from soup_flows.validation.deepspeed_config import DeepSpeedJson, at
 from soup_flows.validation.table import DEEPSPEED, TRANSFORMERS, Found, rule, rules_in
 
@@ -109,7 +110,7 @@ def hpz_for_nothing(config: DeepSpeedJson) -> Iterator[Found]:
     if config.run and hpz and hpz > 1 and config.stage == 3:
         plan = config.run.plan
         if plan.nodes == 1 or hpz >= plan.world_size:
-            where = f"{plan.world_size} ranks on {plan.nodes} node(s)"
+            where = f"{ranks(plan.world_size)} on {plan.nodes} node(s)"
             yield at(_zero_path("zero_hpz_partition_size"), f"{hpz:g} with {where}")
 
 

@@ -336,7 +336,8 @@ def test_only_a_config_or_a_name_is_written(wrong: Any, tmp_path: Path) -> None:
         (b"null", "holds a JSON NoneType"),
         (b'{"a":\n "\xff"}', "line 2 column 3: not UTF-8"),
         (b'{"a": ' + b"[" * 200_000, "cannot be parsed"),
-        (b'{"a": ' + b"1" * 10_000 + b"}", "cannot be parsed"),
+        (b'{"a": ' + b"1" * 10_000 + b"}", "is too large for a number, found at line 1 column 7"),
+        (b'{"a":\n -1e999}', "-1e999 is too large for a number, found at line 2 column 2"),
         (b'{"a": "' + b"x" * (1 << 20) + b'"}', "more than 1048576 bytes"),
     ],
 )

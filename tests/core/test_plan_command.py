@@ -62,6 +62,57 @@ def test_a_run_that_cannot_fit_is_refused(arguments: list[str], capsys: pytest.C
     assert "h100" in value["problems"][0]["fix"]
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"zero_optimisation": {"stage": 2}, "train_batch_size": -1, "gradient_accumulation_steps": 0},
+            {
+                ("DS030", "deepspeed_config.gradient_accumulation_steps"),
+                ("DS020", "deepspeed_config.zero_optimisation"),
+                ("DS029", "deepspeed_config.zero_optimization"),
+                ("DS030", "deepspeed_config.train_batch_size"),
+            },
+        ),
+        ({"zero_optimization": [1]}, {("DS029", "deepspeed_config.zero_optimization")}),
+        ({"zero_optimization": {"stage": "three"}}, {("DS029", "deepspeed_config.zero_optimization.stage")}),
+        ({"zero_optimization": {"stage": 9}}, {("DS029", "deepspeed_config.zero_optimization.stage")}),
+        (
+            {"zero_optimization": {"stage": 0}, "bf16": 1, "gradient_cliping": 1.0},
+            {
+                ("DS026", "deepspeed_config.bf16"),
+                ("DS020", "deepspeed_config.gradient_cliping"),
+                ("PLAN007", "deepspeed_config"),
+            },
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": ["cpu"]}}},
+            {("DS026", "deepspeed_config.zero_optimization.offload_param.device")},
+        ),
+    ],
+)
+def test_everything_wrong_in_a_json_comes_at_once(
+    config: dict[str, Any],
+    expected: set[tuple[str, str]],
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "own.json"
+    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    file.write_text(json.dumps({**batch, "gradient_accumulation_steps": "auto", **config}))
+    own = ["--model", str(MODELS / "llama-8b"), "--deepspeed-config", str(file)]
+    code, value = run(capsys, *own, *arguments, "--gpu", "h100-80gb", "--gpus", "4")
+    assert code == REFUSED
+    errors = [p for p in value["problems"] if p["severity"] == "error"]
+    found = {(p["id"], p["field"]) for p in errors}
+    about_json = {pair for pair in found if pair[0] in ("DS020", "DS026", "DS029", "DS030", "PLAN007")}
+    assert about_json == expected
+    assert errors[0]["field"].startswith("deepspeed_config.")  # PLAN007 does not stand before the reason
+    if "zero_optimisation" in config:
+        assert "zero_optimization" in next(p["fix"] for p in errors if p["id"] == "DS020")
+
+
 def test_the_report_holds_the_prediction_against_the_measurement(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,70 @@ def test_a_users_json_is_taken_as_it_is(tmp_path: Path) -> None:
     assert refused(deepspeed_config=str(file), gpus=8).problems[0].field == "deepspeed_config"
 
 
+def own_json(tmp_path: Path, text: str) -> dict[str, Any]:
+    file = tmp_path / "own.json"
+    file.write_text(text)
+    return {"deepspeed_config": str(file), "gpus": 4}
+
+
+ODD = ["[]", "{}", "null", "true", '"x"', "-1", "1e999", "[[1]]", "1" + "0" * 400]
+READ_BY_THE_PLANNER = [
+    '{"zero_optimization": @}',
+    '{"zero_optimization": {"stage": @}}',
+    '{"zero_optimization": {"stage": 3, "offload_param": @}}',
+    '{"zero_optimization": {"stage": 3, "offload_param": {"device": @}}}',
+    '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": @}}}',
+    '{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": @}}',
+    '{"zero_optimization": {"stage": 3, "reduce_bucket_size": @}}',
+    '{"zero_optimization": {"stage": 3}, "train_batch_size": @}',
+    '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": @}',
+    '{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": @}',
+    '{"zero_optimization": {"stage": 3}, "optimizer": @}',
+]
+
+
+@pytest.mark.parametrize("text", READ_BY_THE_PLANNER)
+def test_no_value_of_a_users_json_breaks_the_planner(text: str, tmp_path: Path) -> None:
+    for value in ODD:
+        try:
+            made = plan(**own_json(tmp_path, text.replace("@", value)))
+        except Refused:
+            continue
+        assert made.strategy in ("zero2", "zero3")
+        assert made.batch.global_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", "there is no zero_optimization block"),
+        ('{"zero_optimization": [1]}', "zero_optimization is [1] and not a block"),
+        ('{"zero_optimization": {}}', "has no stage"),
+        ('{"zero_optimization": {"stage": 0}}', "stage is 0, so nothing would be sharded"),
+        ('{"zero_optimization": {"stage": "three"}}', "stage is 'three', and there is no such stage"),
+        ('{"zero_optimization": {"stage": 9}}', "stage is 9, and there is no such stage"),
+        ('{"zero_optimization": {"stage": true}}', "stage is True, and there is no such stage"),
+    ],
+)
+def test_a_json_without_a_stage_is_told_what_is_there(text: str, words: str, tmp_path: Path) -> None:
+    found = refused(**own_json(tmp_path, text)).problems
+    assert [problem.id for problem in found] == ["PLAN007"]
+    assert words in found[0].message
+
+
+def test_a_batch_that_cannot_be_split_names_the_setting(tmp_path: Path) -> None:
+    (asked,) = refused(gpus=3, training={"global_batch_size": 2}).problems
+    assert (asked.id, asked.field) == ("BATCH002", "training.global_batch_size")
+    assert asked.fix.endswith("or 2 ranks")
+    (one,) = refused(gpus=2, training={"global_batch_size": 5}).problems
+    assert "or 1 or 5 ranks" in one.fix
+    (alone,) = refused(gpus=2, training={"global_batch_size": 1}).problems
+    assert alone.fix.endswith("or 1 rank")
+    text = '{"zero_optimization": {"stage": 2}, "train_batch_size": 6}'
+    (own,) = refused(**own_json(tmp_path, text)).problems
+    assert (own.id, own.field) == ("BATCH002", "deepspeed_config.train_batch_size")
+
+
 def test_the_plan_survives_json() -> None:
     made = plan(deepspeed="zero3", gpus=4)
     assert ShardingPlan.model_validate_json(made.model_dump_json()) == made
