@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from soup_flows.errors import TrainingFailed
-from soup_flows.paths import check_can_be_made
+from soup_flows.run_lock import check_can_be_made
 from soup_flows.spec import parse_spec
 
 GOOD, FAILED, REFUSED, STOPPED, NOTHING = 0, 1, 2, 3, 4

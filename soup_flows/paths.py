@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from soup_flows.errors import refuse
-
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -200,22 +198,3 @@ def write_atomic(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
 def write_json(path: Path, value: Any, mode: int = 0o600) -> Path:
     """Write `value` as indented JSON, atomically; see `write_atomic`."""
     return write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode)
-
-
-def check_can_be_made(folder: str | Path, field: str = "output_dir") -> None:
-    """Say early that a folder cannot be made or written; nothing is made.
-
-    Raises:
-        Refused: `RUN002`.
-    """
-    place = Path(folder).expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        why = f"{place} is no folder"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        why = f"{place} is not writable"
-    else:
-        return
-    fix = "give a folder that this user can write"
-    raise refuse("RUN002", field, f"{str(folder)!r} cannot be written: {why}", fix)

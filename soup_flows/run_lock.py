@@ -9,6 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from soup_flows.errors import refuse
 from soup_flows.launch.leases import release
@@ -88,3 +89,22 @@ def _holder(fd: int) -> str:
         value = json.loads(os.pread(fd, 4096, 0))
         return f"process {value['pid']} on {value['host']}"
     return "another process"
+
+
+def check_can_be_made(folder: str | Path) -> None:
+    """Say early that a folder cannot be made or written; nothing is made.
+
+    Raises:
+        Refused: `RUN002`.
+    """
+    place = Path(folder).expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        why = f"{place} is no folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        why = f"{place} is not writable"
+    else:
+        return
+    fix = "give a folder that this user can write"
+    raise refuse("RUN002", "output_dir", f"{str(folder)!r} cannot be written: {why}", fix)

@@ -47,7 +47,7 @@ def test_impossible_batches_are_refused_with_possible_ones(batch: int, world: in
     batches, worlds = problem.fix.removeprefix("use a global batch of ").split(", or ")
     for text in batches.split(" or "):
         assert abs(batch_arithmetic(int(text), world).global_batch_size - batch) < world
-    for text in worlds.removesuffix(" ranks").split(" or "):
+    for text in worlds.removesuffix("s").removesuffix(" rank").split(" or "):
         assert batch_arithmetic(batch, int(text)).world_size == int(text)
 
 
