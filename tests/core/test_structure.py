@@ -227,3 +227,11 @@ def test_the_flow_takes_every_field_of_the_spec() -> None:
             if field.is_required()
             else default == field.get_default(call_default_factory=True)
         )
+
+
+def test_the_supervisor_needs_the_standard_library_alone() -> None:
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import soup_flows.launch.supervisor"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, str(ROOT)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
