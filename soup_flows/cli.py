@@ -24,10 +24,9 @@ from soup_flows.accelerate_config import read_accelerate_config
 from soup_flows.cli_plan import add_arguments, plan_command
 from soup_flows.cli_runs import FAILED, GOOD, NOTHING, REFUSED, add_commands, print_json, run_flow
 from soup_flows.data.command import main as data_main
-from soup_flows.demo import resolve_demo
+from soup_flows.demo import demo_parameters, resolve_demo
 from soup_flows.errors import Problem, Refused, nearest, refuse
 from soup_flows.hardware import detect, doctor, render
-from soup_flows.manifest import library_versions
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.spec_file import merge, read_spec_file
@@ -76,11 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     """Build the parser; every command takes `--json`."""
     parser = _Parser(prog="soup-flows", description=__doc__, formatter_class=_Raw)
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"soup-flows {library_versions().get('soup-flows') or 'from a checkout'}",
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -135,6 +130,17 @@ class _Parser(argparse.ArgumentParser):
         problem = Problem(id="CLI005", severity="error", field="command line", message=message, fix=fix)
         _refused([problem], getattr(self, "as_json", False))
         raise SystemExit(REFUSED)
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, and not at every start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Print it and end."""
+        from soup_flows.manifest import library_versions
+
+        print("soup-flows", library_versions().get("soup-flows", "from a checkout"))
+        parser.exit()
 
 
 def _refused(problems: Sequence[Problem], as_json: bool) -> None:
@@ -302,8 +308,6 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 def _demo(arguments: argparse.Namespace) -> int:
     """Run the demo under the named preset; its model is built while Prefect's server starts."""
-    from soup_flows.demo import demo_parameters, resolve_demo
-
     values = demo_parameters(arguments.preset, arguments.output_dir)
     spec = parse_spec(values)
 

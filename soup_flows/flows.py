@@ -308,8 +308,6 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
         another_runs = any(problem.id == "RUN001" for problem in refused.problems)
         if not another_runs:  # else the report is the other's to write
             report.save()
-            if not paths.launch.exists():  # nothing was ever started here, and nothing but the report is left
-                (paths.root / "lock").unlink(missing_ok=True)
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})
     save_validation(refused.problems, {})

@@ -198,3 +198,15 @@ def write_atomic(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
 def write_json(path: Path, value: Any, mode: int = 0o600) -> Path:
     """Write `value` as indented JSON, atomically; see `write_atomic`."""
     return write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", mode)
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest of its parents that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def is_writable_folder(path: Path) -> bool:
+    """Whether this user may make files in `path`."""
+    return path.is_dir() and os.access(path, os.W_OK | os.X_OK)

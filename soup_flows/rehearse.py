@@ -59,6 +59,7 @@ def rehearse(spec: TrainingSpec, plan: ShardingPlan, folder: Path, run_id: str) 
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
+    keep = False
     try:
         small, found = _small_run(spec, plan, folder)
         hardware = detect("cpu", [str(folder)])
@@ -71,13 +72,11 @@ def rehearse(spec: TrainingSpec, plan: ShardingPlan, folder: Path, run_id: str) 
             cause = f"the loss of step {STEPS} was {losses[0]}, and {losses[1]} when it was resumed"
             raise _failed("code_error", cause, "report it: the checkpoint lost something", folder)
     except Refused as refused:
-        if refused.problems[0].id != "RH003":
+        keep = refused.problems[0].id == "RH003"
+        raise
+    finally:
+        if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
     resumed = (
         f"save and resume: step {STEPS} from the checkpoint of step 1 has the same loss, {losses[1]:.4f}"
     )
@@ -220,7 +219,7 @@ def _rehearsed(
     """Say what ran, item by item."""
     batch, train = small.training, spec.training
     passes = min(plan.batch.gradient_accumulation_steps, PASSES)
-    rows = "laid end to end" if spec.data.packing and train.task != "dpo" else "padded"
+    rows = "laid end to end" if spec.data.packing and not spec.compares_answers else "padded"
     told = [
         f"model: {found['class']} with {found['parameters']:,} random weights ({', '.join(found['changes'])})",
         f"data: {found['rows']} of the first rows, read, tokenised to at most {found['max_length']} tokens, {rows}",

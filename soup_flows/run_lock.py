@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soup_flows.errors import refuse
 from soup_flows.launch.leases import release
-from soup_flows.paths import RunPaths
+from soup_flows.paths import RunPaths, is_writable_folder, nearest_existing
 
 POLL_S = 0.2
 _held: dict[str, int] = {}
@@ -57,6 +57,8 @@ def run_lock(paths: RunPaths, wait_s: float) -> Iterator[int]:
         yield fd
     finally:
         del _held[name]
+        if not paths.launch.exists():  # nothing was ever started here: a refused run leaves its report alone
+            Path(name).unlink(missing_ok=True)
         release([fd])
 
 
@@ -97,14 +99,9 @@ def check_can_be_made(folder: str | Path) -> None:
     Raises:
         Refused: `RUN002`.
     """
-    place = Path(folder).expanduser().absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        why = f"{place} is no folder"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        why = f"{place} is not writable"
-    else:
+    place = nearest_existing(Path(folder).expanduser().absolute())
+    if is_writable_folder(place):
         return
+    why = f"{place} is not writable" if place.is_dir() else f"{place} is no folder"
     fix = "give a folder that this user can write"
     raise refuse("RUN002", "output_dir", f"{str(folder)!r} cannot be written: {why}", fix)

@@ -205,7 +205,6 @@ def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
         problems = problems_of(error, TrainingSpec)
         words = _contradiction(values)
         if words:  # pydantic looks at single fields first, and goes no further when one is wrong
-            problems = [p for p in problems if "exclude each other" not in p.message]
             fix = "remove the other; `soup-flows presets` tells them apart"
             problems.append(
                 Problem(id="SPEC001", severity="error", field=words.split(" ", 1)[0], message=words, fix=fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -22,6 +21,7 @@ from soup_flows.data.sources import (
     split_of,
     without_secrets,
 )
+from soup_flows.data.store import one_writer
 from soup_flows.errors import Refused, refuse
 
 
@@ -33,10 +33,8 @@ def fetch(source: str, *, field: str = "dataset") -> None:
     """
     if not is_remote(source):
         return
-    lock = pointer(source).with_suffix(".lock")
-    lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    pointer(source).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with one_writer(pointer(source)):
         hub = hub_source(source)
         if hub is not None:
             _from_hub(source, hub, field)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from soup_flows.hardware.host import disk
+from soup_flows.paths import is_writable_folder, nearest_existing
 from soup_flows.validation.table import ANY, DEEPSPEED, Context, Found, rule, rules_in
 
 TRAIN_MODULES = ("torch", "transformers", "accelerate", "datasets")
@@ -88,10 +88,8 @@ def no_peft(run: Context) -> Iterator[Found]:
 )
 def unwritable_output(run: Context) -> Iterator[Found]:
     """An output folder that cannot be written."""
-    folder = Path(run.spec.output_dir).expanduser().absolute()
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+    folder = nearest_existing(Path(run.spec.output_dir).expanduser().absolute())
+    if not is_writable_folder(folder):
         yield Found(f"{folder} is not a folder that this user may write")
 
 
@@ -242,10 +240,8 @@ def no_trl(run: Context) -> Iterator[Found]:
 )
 def unwritable_extensions(run: Context) -> Iterator[Found]:
     """Operators that would be compiled in a folder that cannot be written."""
-    folder = _extension_folder(run)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if builds_operator(run) and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+    folder = nearest_existing(_extension_folder(run))
+    if builds_operator(run) and not is_writable_folder(folder):
         yield Found(f"{folder} is not a folder that this user may write")
 
 

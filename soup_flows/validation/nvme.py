@@ -10,6 +10,7 @@ from typing import Any
 
 from soup_flows.config_edit import ConfigEdit
 from soup_flows.hardware.host import disk
+from soup_flows.paths import is_writable_folder, nearest_existing
 from soup_flows.sharding import ShardingPlan
 from soup_flows.validation.table import DEEPSPEED, Context, Found, rule, rules_in
 
@@ -56,13 +57,6 @@ def _nvme_bytes(run: Context) -> int | None:
     )
 
 
-def _parent(folder: str) -> Path:
-    path = Path(folder)
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
 @rule(
     "DS001",
     "error",
@@ -76,8 +70,8 @@ def _parent(folder: str) -> Path:
 def nvme_not_writable(run: Context) -> Iterator[Found]:
     """An NVMe folder that cannot be written."""
     for folder in sorted(set(nvme_blocks(run).values())):
-        parent = _parent(folder)
-        if os.path.isabs(folder) and not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+        parent = nearest_existing(Path(folder))
+        if os.path.isabs(folder) and not is_writable_folder(parent):
             yield Found(f"{parent} is not a folder that this user may write")
 
 

@@ -361,6 +361,14 @@ def test_sweep_before_a_launch_removes_the_leftovers_of_a_crash(launch: Launch) 
     assert left.wait() == -signal.SIGKILL
 
 
+def kill_flow_or_supervisor(launch: Launch, holder: subprocess.Popen[bytes], victim: str) -> None:
+    if victim == "flow":
+        holder.kill()
+    else:
+        os.kill(launch.supervisor(), signal.SIGKILL)
+    holder.wait()
+
+
 SHARED_MEMORY = """
 from multiprocessing import shared_memory
 block = shared_memory.SharedMemory(create=True, size=1 << 16)
@@ -373,11 +381,7 @@ def test_shared_memory_of_killed_ranks_is_given_back(launch: Launch, victim: str
     """Python's resource tracker removes it once its rank is gone; it must not be killed before."""
     holder = launch.hold(launch.plan(SHARED_MEMORY + DEAF, stop_budget_s=2))
     launch.ranks_ready()
-    if victim == "flow":
-        holder.kill()
-    else:
-        os.kill(launch.supervisor(), signal.SIGKILL)
-    holder.wait()
+    kill_flow_or_supervisor(launch, holder, victim)
     launch.assert_clean()
     blocks = [Path("/dev/shm") / (launch.attempt.root / f"shm_{r}").read_text() for r in (0, 1)]
     assert [block for block in blocks if block.exists()] == []
@@ -398,11 +402,7 @@ def test_a_helper_without_the_marker_is_found(launch: Launch, victim: str) -> No
     helper = int((launch.attempt.root / "helper").read_text())
     assert proc.MARKER not in Path(f"/proc/{helper}/environ").read_text()
     assert helper in proc.marked(launch.run_id)
-    if victim == "flow":
-        holder.kill()
-    else:
-        os.kill(launch.supervisor(), signal.SIGKILL)
-    holder.wait()
+    kill_flow_or_supervisor(launch, holder, victim)
     launch.assert_clean()
     assert proc.parent_of(helper) is None
 
