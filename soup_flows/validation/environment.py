@@ -224,8 +224,8 @@ def shared_extensions(run: Context) -> Iterator[Found]:
     local=True,
 )
 def no_trl(run: Context) -> Iterator[Found]:
-    """DPO without TRL."""
-    if run.spec.training.task == "dpo":
+    """DPO, KTO or ORPO without TRL."""
+    if run.spec.compares_answers:
         yield from missing("trl")
 
 

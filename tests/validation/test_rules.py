@@ -92,6 +92,8 @@ def test_run_pair(rule_id: str, tmp_path: Path) -> None:
         ("EN002", "deepspeed", {"deepspeed": "zero2"}),
         ("EN003", "peft", {"training": {"method": "lora"}}),
         ("EN010", "trl", {"training": {"task": "dpo"}}),
+        ("EN010", "trl", {"training": {"task": "kto"}}),
+        ("EN010", "trl", {"training": {"task": "orpo"}}),
         ("EN011", "tensorboard", {"training": {"report_to": ["tensorboard"]}}),
     ],
 )
