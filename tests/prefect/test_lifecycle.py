@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.states import Cancelling
 
-from soup_flows import flows, tasks
+from soup_flows import flows, run_files, tasks
 from soup_flows.drill.server import wait_for
 from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.flows import soup_train
@@ -60,7 +60,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     """Let every launch start one process that pretends to be a rank."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    build = tasks.build_launch_plan
+    build = run_files.build_launch_plan
 
     def set_up(what: str) -> None:
         def plan(**values: Any) -> LaunchPlan:
@@ -68,7 +68,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
             env = launch.env | {"PYTHONPATH": str(Path(tasks.__file__).parents[1])}
             return launch.model_copy(update={"argv": (sys.executable, str(script), what), "env": env})
 
-        monkeypatch.setattr(tasks, "build_launch_plan", plan)
+        monkeypatch.setattr(run_files, "build_launch_plan", plan)
 
     return set_up
 

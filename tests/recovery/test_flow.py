@@ -29,7 +29,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Paused, Scheduled
 
 from benchmarks.preloaded import forked
-from soup_flows import tasks
+from soup_flows import run_files
 from soup_flows.flows import soup_train
 from soup_flows.hardware import detect
 from soup_flows.launch.events import tail_events
@@ -48,11 +48,11 @@ FORKED = Callable[[str | None], None]
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, zygote: Path) -> FORKED:
     """Fork the ranks of this test's flow runs, with a script that each of them runs first."""
-    real = tasks.build_launch_plan
+    real = run_files.build_launch_plan
 
     def use(hook: str | None) -> None:
         file = HOOKS / f"{hook}.py" if hook else None
-        monkeypatch.setattr(tasks, "build_launch_plan", lambda **values: forked(real(**values), zygote, file))
+        monkeypatch.setattr(run_files, "build_launch_plan", lambda **values: forked(real(**values), zygote, file))
 
     use(None)
     return use
