@@ -219,13 +219,15 @@ def all_held_out(run: Context) -> Iterator[Found]:
     "error",
     "dataset",
     "there is nothing to compare",
-    fix="give rows with `chosen` and `rejected`, or set training.task=sft",
-    source="Rafailov et al. 2023 (DPO): pairs of answers",
+    fix="give rows with `chosen` and `rejected` (kto also takes `completion` and `label`), or set "
+    "training.task=sft",
+    source="Rafailov et al. 2023 (DPO): pairs of answers; Ethayarajh et al. 2024 (KTO): answers with a label",
 )
 def no_pairs(run: Context) -> Iterator[Found]:
-    """Rows without pairs of answers for the tasks DPO and ORPO."""
-    others = sorted(run.data.kinds - {"preference"})
-    if run.spec.training.task in ("dpo", "orpo") and others:
+    """Rows without pairs of answers for DPO and ORPO, or without pairs and labels for KTO."""
+    task = run.spec.training.task
+    others = sorted(run.data.kinds - set(COMPARED.get(task, run.data.kinds)))
+    if others:
         yield Found(f"{run.spec.dataset} holds {' and '.join(others)} rows")
 
 

@@ -84,6 +84,14 @@ def links_off(run: Context) -> Iterator[Found]:
             yield Found(f"{name}={value} on a machine with NVLink")
 
 
+def interfaces() -> list[str]:
+    """Return the names of this machine's network interfaces, sorted; empty where they cannot be listed."""
+    try:
+        return sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+    except OSError:
+        return []
+
+
 @rule(
     "EN023",
     "error",
@@ -96,19 +104,37 @@ def links_off(run: Context) -> Iterator[Found]:
 )
 def no_interface(run: Context) -> Iterator[Found]:
     """`NCCL_SOCKET_IFNAME` or `GLOO_SOCKET_IFNAME` that names no interface of this machine."""
-    try:
-        here = [entry.name for entry in Path("/sys/class/net").iterdir()]
-    except OSError:
-        return
+    here = interfaces()
     # The launcher sets GLOO_SOCKET_IFNAME itself for CPU ranks.
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if run.plan.device == "cuda" else ():
         wanted = run.environ.get(name, "")
-        if not wanted or wanted.startswith("^") or run.plan.world_size == 1:
+        if not here or not wanted or wanted.startswith("^") or run.plan.world_size == 1:
             continue
         exact = wanted.startswith("=") or name.startswith("GLOO")
         listed = [part for part in wanted.removeprefix("=").split(",") if part]
         if not any(each == part or (not exact and each.startswith(part)) for each in here for part in listed):
-            yield Found(f"{name}={wanted}, and the interfaces are {', '.join(sorted(here))}")
+            yield Found(f"{name}={wanted}, and the interfaces are {', '.join(here)}")
+
+
+@rule(
+    "EN026",
+    "warning",
+    "launcher",
+    "NCCL and gloo each take the first that they find, and hang in the first collective if the other machine's "
+    "differs",
+    fix="set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME on every machine to the one that joins them",
+    source="NVIDIA/nccl#286, #1580, #1581; NCCL user guide, NCCL_SOCKET_IFNAME",
+    versions=ANY,
+    local=True,
+)
+def several_interfaces(run: Context) -> Iterator[Found]:
+    """Several machines, several network interfaces and none named."""
+    unset = [name for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if not run.environ.get(name)]
+    real = [
+        name for name in interfaces() if not name.startswith(("lo", "docker", "veth", "br-", "virbr", "cni"))
+    ]
+    if run.plan.nodes > 1 and len(real) > 1 and unset:
+        yield Found(f"{' and '.join(unset)} not set, and this machine has {', '.join(real)}")
 
 
 def _hub_id(run: Context) -> bool:

@@ -52,7 +52,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch, zygote: Path) -> FORKED:
 
     def use(hook: str | None) -> None:
         file = HOOKS / f"{hook}.py" if hook else None
-        monkeypatch.setattr(run_files, "build_launch_plan", lambda **values: forked(real(**values), zygote, file))
+        monkeypatch.setattr(
+            run_files, "build_launch_plan", lambda **values: forked(real(**values), zygote, file)
+        )
 
     use(None)
     return use

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from soup_flows.validation import RULES, RUN_RULES
+from soup_flows.validation import RULES, RUN_RULES, variables
 from soup_flows.validation.deep import RULES as DEEP_RULES
 from soup_flows.validation.deepspeed_config import DeepSpeedJson
 from soup_flows.validation.deepspeed_json import RULES as DEEPSPEED_RULES
@@ -17,11 +17,23 @@ from soup_flows.validation.fsdp_config import RULES as FSDP_RULES
 from soup_flows.validation.table import Rule
 from tests.validation.deep_pairs import SEEN_PAIRS
 from tests.validation.json_pairs import FSDP_PAIRS, GOOD_FSDP, JSON_PAIRS
-from tests.validation.run_pairs import RUN_PAIRS
+from tests.validation.run_pairs import PAIRS, RUN_PAIRS
 from tests.validation.world import GOOD_JSON, edited, install, machine, rows_file, run
 
 BY_ID: dict[str, Rule[Any]] = {rule.id: rule for rule in RULES}
-INSTALLATION = {"EN001", "EN002", "EN003", "EN004", "EN006", "EN007", "EN008", "EN009", "EN010", "EN011"}
+INSTALLATION = {
+    "EN001",
+    "EN002",
+    "EN003",
+    "EN004",
+    "EN006",
+    "EN007",
+    "EN008",
+    "EN009",
+    "EN010",
+    "EN011",
+    "EN026",
+}
 """Rules about what is installed here: tested one by one below."""
 
 
@@ -160,6 +172,41 @@ def test_stale_lock(tmp_path: Path) -> None:
 
     os.utime(lock, (time.time() - 3600,) * 2)
     assert BY_ID["EN008"].apply(context)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names", "environ", "fires"),
+    [
+        (2, ["eth0", "ib0", "lo"], {}, True),
+        (2, ["eth0", "ib0", "lo"], {"NCCL_SOCKET_IFNAME": "ib0"}, True),
+        (2, ["eth0", "ib0", "lo"], {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}, False),
+        (2, ["docker0", "eth0", "lo", "veth12"], {}, False),
+        (1, ["eth0", "ib0", "lo"], {}, False),
+    ],
+)
+def test_several_interfaces(
+    nodes: int,
+    names: list[str],
+    environ: dict[str, str],
+    fires: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(variables, "interfaces", lambda: names)  # a test cannot add an interface
+    assert bool(BY_ID["EN026"].apply(run(tmp_path, plan={"nodes": nodes}, environ=environ))) is fires
+
+
+def test_the_machine_has_a_loopback_interface() -> None:
+    assert "lo" in variables.interfaces()
+
+
+def test_rows_that_kto_cannot_compare(tmp_path: Path) -> None:
+    asked = {"training": {"task": "kto"}}
+    labels = [{"prompt": "Q", "completion": f"A{i}", "label": i % 2 == 0} for i in range(8)]
+    found = BY_ID["DA013"].apply(run(tmp_path / "sft", spec=asked))
+    assert "holds chat rows" in found[0].message
+    assert not BY_ID["DA013"].apply(run(tmp_path / "pairs", spec=asked, rows=PAIRS))
+    assert not BY_ID["DA013"].apply(run(tmp_path / "labels", spec=asked, rows=labels))
 
 
 def test_extensions_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
