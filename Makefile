@@ -30,6 +30,7 @@ lint: $(VENV)/installed-dev
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini -p tests -p benchmarks
 
 # torch comes first, so that the pinned build is there before anything asks for another. pip compiles one file after
 # another, every one of them; this compiles on all cores what the demo imports.

@@ -90,17 +90,17 @@ def test_workers_change_nothing(
     many = tmp_path / "many.jsonl"
     many.write_text("".join(lines(assets["dataset"]) * 9 + ['{"messages": []}\n']))
     tokenizer = load_tokenizer(spec())
-    found = []
+    reports, files = [], []
     for workers in (1, 3):
         entry = tmp_path / f"entry-{workers}"
         chunks = encode_source(many, tokenizer, settings_of(spec(many)), workers=workers)
         report = write_entry(entry, chunks, Tally(many, tokenizer, 64), tokenizer)
-        found.append(
-            (report, *((entry / name).read_bytes() for name in ("lengths.bin", "ids.bin", "labels.bin")))
-        )
-    assert found[0] == found[1]
-    assert found[0][0].rows_kept == 9 * len(lines(assets["dataset"]))
-    assert [row["line"] for row in found[0][0].dropped] == [found[0][0].rows_kept + 1]
+        reports.append(report)
+        files.append([(entry / name).read_bytes() for name in ("lengths.bin", "ids.bin", "labels.bin")])
+    assert reports[0] == reports[1]
+    assert files[0] == files[1]
+    assert reports[0].rows_kept == 9 * len(lines(assets["dataset"]))
+    assert [row["line"] for row in reports[0].dropped] == [reports[0].rows_kept + 1]
 
 
 def test_stored_rows_are_the_encoded_rows(spec: Callable[..., TrainingSpec], assets: dict[str, str]) -> None:
@@ -144,6 +144,8 @@ def test_a_share_is_held_out_and_never_trained(spec: Callable[..., TrainingSpec]
     assert held_out is not None
     assert (len(train), len(held_out)) == (data.train_rows, data.eval_rows)
     assert data.train_rows + data.eval_rows == data.train.rows
+    assert isinstance(train.rows, StoredRows)
+    assert isinstance(held_out.rows, StoredRows)
     chosen = [*train.rows._chosen, *held_out.rows._chosen]
     assert sorted(chosen) == list(range(data.train.rows))
 
