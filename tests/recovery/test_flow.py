@@ -80,14 +80,17 @@ def run(values: dict[str, Any]) -> TrainReport:
     return TrainReport.load(RunPaths.of(values["output_dir"], str(state.state_details.flow_run_id)).root)
 
 
-def wait_for_a_checkpoint(output_dir: Path, attempt: int) -> list[int]:
-    """Wait until an attempt has saved; return its ranks' process ids."""
-    while True:
+def wait_for_a_checkpoint(
+    output_dir: Path, attempt: int, flow_process: subprocess.Popen[bytes] | None = None
+) -> list[int]:
+    """Wait until an attempt has saved; return its ranks' process ids. A flow process must not end before."""
+    while flow_process is None or flow_process.poll() is None:
         for file in output_dir.glob(f"runs/*/attempt-{attempt}/events.jsonl"):
             events = tail_events(file).poll()
             if any(event["kind"] == "checkpoint" for event in events):
                 return [event["pid"] for event in events if event["kind"] == "started"]
         time.sleep(0.02)
+    pytest.fail(f"the flow process ended with {flow_process.returncode} before a checkpoint")
 
 
 @LONG
@@ -188,7 +191,7 @@ def test_a_killed_flow_process_goes_on_under_the_same_flow_run(values: dict[str,
         flow_run = client.create_flow_run(soup_train, parameters=values)
     out = Path(values["output_dir"])
     first = process(flow_run.id, zygote)
-    pids = wait_for_a_checkpoint(out, 1)
+    pids = wait_for_a_checkpoint(out, 1, first)
     first.kill()
     first.wait()
     with get_client(sync_client=True) as client:  # as an automation that restarts crashed runs does
@@ -218,6 +221,7 @@ def test_a_paused_run_saves_frees_its_devices_and_goes_on(
     first = process(flow_run.id, zygote, "slow")
     attempt = RunPaths.of(values["output_dir"], str(flow_run.id)).attempt(1)
     while not any(event["kind"] == "metrics" for event in tail_events(attempt.events).poll()):
+        assert first.poll() is None
         time.sleep(0.05)
     if verb == "pause":
         with get_client(sync_client=True) as client:
