@@ -1,7 +1,7 @@
 """Looks at model, tokenizer and first rows without a weight: `python -m soup_flows.training.look`.
 
 Reads a `TrainingSpec` as JSON from standard input and prints one JSON object, the fields of
-`soup_flows.validation.deep.Seen`. The model is built on the meta device: no memory, no GPU.
+`soup_flows.validation.seen.Seen`. The model is built on the meta device: no memory, no GPU.
 """
 
 from __future__ import annotations

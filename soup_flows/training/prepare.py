@@ -28,7 +28,7 @@ from soup_flows.errors import refuse
 from soup_flows.hardware import host
 from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
-from soup_flows.validation.deep import Seen, seen_file
+from soup_flows.validation.seen import Seen, seen_file
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
@@ -112,7 +112,7 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
 
 
 def prepare_and_look(spec: TrainingSpec) -> PreparedData:
-    """Prepare the data, and leave what the validation wants to see of model and rows (`validation.deep`).
+    """Prepare the data, and leave what the validation wants to see of model and rows (`validation.seen`).
 
     Raises:
         Refused: as `prepare_here`.

@@ -17,7 +17,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.training.prepare import prepare_here
 from soup_flows.training.rows import StoredRows, prepared, token_rows
-from soup_flows.validation.deep import Seen, look
+from soup_flows.validation.seen import Seen, look
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from soup_flows.spec import parse_spec
-from soup_flows.validation import deep, validate
-from soup_flows.validation.deep import RULES, Seen, Sight, check_deep, look
+from soup_flows.validation import seen as seen_module
+from soup_flows.validation import validate
+from soup_flows.validation.deep import RULES, Sight, check_deep
+from soup_flows.validation.seen import Seen, look
 from tests.validation.deep_pairs import SEEN, SEEN_PAIRS
 from tests.validation.world import CHAT, machine, rows_file, run
 
@@ -78,7 +80,7 @@ def test_a_tokenizer_of_another_model(assets: dict[str, str], tmp_path: Path) ->
 
 @pytest.mark.ranks
 def test_a_look_that_takes_too_long_is_said(spec_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "TIMEOUT_S", 0.01)  # no process imports torch in that time
+    monkeypatch.setattr(seen_module, "TIMEOUT_S", 0.01)  # no process imports torch in that time
     problems = check_deep(spec_of(), "ddp")
     assert [(problem.id, problem.severity) for problem in problems] == [("DP009", "warning")]
     assert "it took more than" in problems[0].message
