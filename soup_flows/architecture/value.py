@@ -10,6 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 LinearKind = Literal["linear", "expert", "router"]
 Source = Literal["config", "files", "meta"]
 
+PLAIN_HEADS = frozenset(
+    ("deepseek_v2", "deepseek_v3", "gemma", "gpt_neox", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
+     "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2")
+)  # fmt: skip
+"""Known families whose logits are the head's output as it is; `training.loss.has_plain_head` decides for a model."""
+
 
 class Value(BaseModel):
     """Base of the values here: frozen, and strict about unknown keys."""
@@ -148,6 +154,11 @@ class Architecture(Value):
         """Elements of the largest single tensor (all experts of a layer are one tensor)."""
         inner = (x.d_in * x.d_out * x.count for layer in self.layers for x in layer.linears)
         return max(self.embedding_parameters, self.head_parameters, *inner)
+
+    @property
+    def plain_head(self) -> bool:
+        """Whether the logits are the head's output as it is, so that the loss can be made in pieces."""
+        return self.model_type in PLAIN_HEADS
 
     @property
     def moe(self) -> bool:

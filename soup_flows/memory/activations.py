@@ -16,6 +16,8 @@ CHUNK_ROWS = 256
 """Tokens per chunk of TRL's chunked loss."""
 CHUNK_LOGIT_BYTES = 14.0
 """Bytes per logit of one chunk: 16-bit logits and the fp32 workspace of the full loss."""
+PIECE_ELEMENTS = 2**26
+"""Logits that exist at once on a GPU under the loss `pieces`; `training.loss.PIECE_ELEMENTS` takes it from here."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ def activations(model: Architecture, setup: Setup) -> Activations:
     )
 
 
+def in_pieces(model: Architecture, setup: Setup) -> bool:
+    """Whether the loss is made in pieces, which `training.loss.worth_it_from` leaves to batches that are large."""
+    least = model.hidden_size / 3 if setup.method == "full" else 0
+    return setup.loss == "pieces" and setup.tokens >= least
+
+
 def logit_bytes(model: Architecture, setup: Setup) -> float:
     """Return the bytes that logits and their loss hold at the backward peak."""
     tokens, vocab, hidden = setup.tokens, model.vocab_size, model.hidden_size
@@ -135,6 +143,11 @@ def logit_bytes(model: Architecture, setup: Setup) -> float:
         rows = -(-tokens // ratio)
         chunk = min(tokens, 1 << (rows - 1).bit_length())
         return chunk * vocab * 10 + head_gradient
+    if setup.bytes_per_logit is None and in_pieces(model, setup):
+        # fp32 logits of a piece and their log-softmax, then its slope and its share of the head's fp32 gradient
+        piece = min(tokens * vocab, PIECE_ELEMENTS) * 8
+        gradient = vocab * hidden if setup.method == "full" else 0
+        return max(piece, piece / 8 * setup.element + setup.element * gradient) + 4 * gradient
     if setup.bytes_per_logit is None and setup.loss == "chunked":
         return min(tokens, CHUNK_ROWS) * vocab * CHUNK_LOGIT_BYTES + head_gradient
     each = LOGIT_BYTES[setup.loss] if setup.bytes_per_logit is None else setup.bytes_per_logit

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from soup_flows.architecture import Architecture
-from soup_flows.memory.activations import Activations
+from soup_flows.memory.activations import Activations, in_pieces
 from soup_flows.memory.setup import Setup
 from soup_flows.memory.states import States
 
@@ -134,11 +134,11 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
         parts["communication"] = parts.get("communication", 0.0) + buf.resident
         return Parts(**base, **parts)
 
-    logits = act.logits
+    logits, pieces = act.logits, in_pieces(model, setup)
     if cast_forward > cast_kept:  # the cache ends with the forward pass; then the loss still holds 10 of 12
-        logits = max(logits, logits * 10 / 12 + cast_forward - cast_kept)
+        logits = max(logits, logits * (1.0 if pieces else 10 / 12) + cast_forward - cast_kept)
     at_loss = buf.root + buf.kept + gathered
-    if setup.loss_outside and setup.fsdp and setup.strategy != "shard_grad":
+    if setup.loss_outside and not pieces and setup.fsdp and setup.strategy != "shard_grad":
         # gathered again when the gradient of the logits arrives: half of the loss's workspace is gone by then
         at_loss = max(0.0, buf.root - logits / 2)
     # Sharded, the embedding's and the head's gradients are reduced together at the very end; else the head's

@@ -37,14 +37,21 @@ Optimizer = Literal[
 ]
 Offload = Literal["optimizer", "params", "activations"]
 Quantization = Literal["nf4", "nf4_double", "gptq4", "gptq8"]
-Loss = Literal["full", "fused", "chunked", "liger"]
+Loss = Literal["full", "fused", "chunked", "liger", "pieces"]
 
-LOGIT_BYTES: dict[Loss, float] = {"full": 12.0, "fused": 8.0, "chunked": 0.0, "liger": 0.0}
+LOGIT_BYTES: dict[Loss, float] = {"full": 12.0, "fused": 8.0, "chunked": 0.0, "liger": 0.0, "pieces": 12.0}
 """Bytes per logit alive at the backward peak of the loss. `full`: fp32 log-softmax, its gradient and the
 gradient of the logits (measured as 12.0); `fused`: a fused cross-entropy kernel over whole logits; `chunked`
-and `liger` never hold all logits."""
+and `liger` never hold all logits; `pieces` is this package's own, whole logits for few tokens
+(`soup_flows.training.loss`)."""
 
-STRANDED_LOGIT_BYTES: dict[Loss, float] = {"full": 3.0, "fused": 6.0, "chunked": 0.0, "liger": 0.0}
+STRANDED_LOGIT_BYTES: dict[Loss, float] = {
+    "full": 3.0,
+    "fused": 6.0,
+    "chunked": 0.0,
+    "liger": 0.0,
+    "pieces": 0.0,
+}
 """Bytes per logit of blocks the loss passed through and the allocator cannot reuse at once. Fitted on the
 difference between nvidia-smi and allocated of published runs."""
 

@@ -107,6 +107,7 @@ class Case:
                 "optimizer": decide_optimizer(spec, self.world.device, strategy)[0],
                 "gradient_checkpointing": checkpointing,
                 "attention": self._attention,
+                "loss": "pieces" if self._in_pieces else "full",
                 "loss_outside": True,
                 "adapters_fp32": False if spec.training.method == "qlora" else None,
                 "lora_r": spec.lora.r,
@@ -117,6 +118,13 @@ class Case:
                 **self._engine_settings(strategy),
             }
         )
+
+    @property
+    def _in_pieces(self) -> bool:
+        """Whether the training program can make the loss in pieces (`training.trainer.SoupTrainer.token_loss`)."""
+        spec = self.spec
+        adapted = spec.trains_adapters and "lm_head" in spec.lora.target_modules
+        return self.shapes.plain_head and spec.data.packing and not spec.compares_answers and not adapted
 
     @cached_property
     def _attention(self) -> str:

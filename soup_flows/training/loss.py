@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-PIECE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
+from soup_flows.memory.activations import PIECE_ELEMENTS as GPU_PIECE_ELEMENTS
+
+PIECE_ELEMENTS = {"cpu": 2**21, "cuda": GPU_PIECE_ELEMENTS}
 """Logits that exist at once: 8 MB and 256 MB in fp32; smaller pieces make slower products."""
 
 _PLAIN_HEAD = re.compile(
@@ -53,9 +55,10 @@ class _Loss(torch.autograd.Function):
                 kept = wanted >= 0
                 wanted = wanted.clamp_min(0)
                 total -= (chances.gather(1, wanted) * kept).sum()
-                if not any(needed):
+                slope = chances.exp_() if any(needed) else None
+                del chances  # else it lives on beside the next piece
+                if slope is None:
                     continue
-                slope = chances.exp_()
                 slope.scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=slope.dtype))
                 if grad_b is not None:
                     grad_b += (slope * kept).sum(0)
@@ -70,6 +73,7 @@ class _Loss(torch.autograd.Function):
                     grad_w.addmm_(slope.t(), piece)
                 elif grad_w is not None:
                     grad_w += slope.t() @ piece
+                del slope
         ctx.grads = (grad_h, grad_w, grad_b)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
@@ -77,7 +81,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: torch.Tensor) -> Any:
         grads = [
-            None if grad is None else (grad * outer[0]).to(dtype)
+            None if grad is None else grad.mul_(outer[0]).to(dtype)  # in place: a head's gradient is large
             for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
         ]
         ctx.grads = (None, None, None)
@@ -119,7 +123,7 @@ def worth_it_from(model: Any) -> float:
     if not has_plain_head(model):
         return math.inf
     trained = model.get_output_embeddings().weight.requires_grad
-    return model.config.get_text_config().hidden_size if trained else 0
+    return model.config.get_text_config().hidden_size / 3 if trained else 0
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from soup_flows.memory import Setup
 from soup_flows.training import attention
+from soup_flows.training.loss import PIECE_ELEMENTS, loss_in_head, worth_it_from
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STEPS = 2
@@ -183,7 +184,8 @@ def one_pass(model: Any, setup: Setup) -> None:
     positions = torch.arange(length).repeat(rows)[None]
     keep = torch.arange(setup.tokens)
     cast = torch.autocast("cpu", dtype=DTYPES[setup.dtype], enabled=setup.dtype != "fp32")
-    with cast:
+    pieces = setup.loss == "pieces" and setup.tokens >= worth_it_from(model)
+    with cast, loss_in_head(model, ids[0]) if pieces else contextlib.nullcontext():
         logits = model(
             input_ids=ids,
             position_ids=positions,
@@ -191,7 +193,7 @@ def one_pass(model: Any, setup: Setup) -> None:
             logits_to_keep=keep,
             use_cache=False,
         ).logits
-    loss = F.cross_entropy(logits[0].float(), ids[0], reduction="sum")
+    loss = logits.sum() if pieces else F.cross_entropy(logits[0].float(), ids[0], reduction="sum")
     del logits
     loss.backward()
 
@@ -209,6 +211,7 @@ def run(config: dict[str, Any], setup: Setup) -> dict[str, int]:
         dist.init_process_group("fake", rank=0, world_size=setup.world_size, store=FakeStore())
         mesh = init_device_mesh("cpu", (setup.world_size,))  # needs real tensors
     live = Live()
+    PIECE_ELEMENTS["cpu"] = PIECE_ELEMENTS["cuda"]  # this process stands for a GPU
     with FakeTensorMode(), torch.device("cpu"):
         model = build(config, setup)
         if mesh is not None:
