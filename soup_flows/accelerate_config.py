@@ -48,6 +48,17 @@ def read_accelerate_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any]
     return reader.spec, sorted(reader.problems, key=lambda p: order.index(p.severity))
 
 
+def fsdp_settings(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Read an `fsdp_config` block alone, as other tools have it too; names with or without `fsdp_`.
+
+    Returns:
+        As `read_accelerate_config`.
+    """
+    reader = _Reader({"distributed_type": "FSDP", "fsdp_config": block}, Path())
+    reader.engine()
+    return reader.spec, reader.problems
+
+
 def _off(value: object) -> bool:
     """Whether a value says nothing, or no."""
     return not value or (isinstance(value, str) and value.lower() in ("no", "none", "false"))
