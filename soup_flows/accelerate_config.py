@@ -144,6 +144,8 @@ class _Reader:
     def dtype(self) -> None:
         """Read the mixed precision."""
         asked = self.values.get("mixed_precision")
+        if asked is None and not _off(self.values.get("fp16")):
+            asked = "fp16"  # the old name, as `process_config` of accelerate converts it
         # An unquoted `no` is false in YAML.
         known = {"no": "fp32", False: "fp32", "bf16": "bf16", "fp16": "fp16"}
         if asked is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from soup_flows.migrate.axolotl_without import WITHOUT
+from soup_flows.migrate.common import REMOTE
 from soup_flows.migrate.convert import (
     SCHEDULES,
     count,
@@ -31,7 +32,10 @@ RL = one_of(
     {name: name for name in ("dpo", "kto", "orpo")},
     others=dict.fromkeys(("grpo", "gdpo", "ipo", "simpo", "ebft"), "use dpo, kto or orpo"),
 )
-SIZES = Part(("training.per_device_train_batch_size", "training.global_batch_size"), "rows x passes x GPUs")
+SIZES = Part(
+    ("training.per_device_train_batch_size", "training.global_batch_size"),
+    "rows x passes x GPUs; 1 and 1 where they are not written",
+)
 ADAPTERS = Part(("training.method",), "none is `full`, lora is `lora`, 4 bits below it are `qlora`")
 MODULES = Part(("lora.target_modules",), "the linear layers, or those named")
 WARM = Part(("training.warmup_ratio",), "a share of the steps; a number of steps needs max_steps")
@@ -121,7 +125,7 @@ def checkpointing(value: Any) -> bool:
 
 KEYS: dict[str, To | Part | Without] = {
     "base_model": To("model"),
-    "trust_remote_code": To("trust_remote_code", yes),
+    "trust_remote_code": To("trust_remote_code", yes, note=REMOTE),
     "output_dir": To("output_dir"),
     **dict.fromkeys(("datasets", "pretraining_dataset"), ROWS),
     "test_datasets": HELD,

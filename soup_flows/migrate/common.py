@@ -6,11 +6,12 @@ from collections.abc import Iterable
 
 from soup_flows.migrate.values import Without
 
+REMOTE = "the model repository's own code then runs with your rights; leave it out where the model needs none"
 ATTENTION = Without("the attention kernel is chosen by what is installed and fits")
 COMPILE = Without("torch.compile is not supported; the result does not depend on it")
 HUB = Without(
     "nothing is uploaded by itself",
-    "upload <output_dir>/runs/<id>/model, or name a store in blocks.checkpoint_store",
+    "upload `<output_dir>/runs/<id>/model`, or name a store in blocks.checkpoint_store",
 )
 LAUNCH = Without("the launcher of this package settles it")
 LOADER = Without("rows are tokenised before the start and mapped from disk; there is nothing to tune")

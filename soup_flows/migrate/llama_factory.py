@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from soup_flows.migrate.common import REMOTE
 from soup_flows.migrate.convert import (
     SCHEDULES,
     count,
@@ -32,11 +33,17 @@ from soup_flows.migrate.values import NotTaken, Part, To, Tool, Without
 TASK = Part(("training.task",), "stage; for dpo its loss: sigmoid is dpo, orpo is orpo")
 ADAPTERS = Part(("training.method",), "lora (where nothing is written), full; lora over 4 bits is qlora")
 SCALE = Part(("lora.r", "lora.alpha"), "rank 8 where it is not written; alpha is then twice the rank")
-SIZES = Part(("training.per_device_train_batch_size", "training.global_batch_size"), "rows x passes x GPUs")
-WARM = Part(("training.warmup_ratio",), "a share of the steps; a number of steps needs max_steps")
+SIZES = Part(
+    ("training.per_device_train_batch_size", "training.global_batch_size"),
+    "rows x passes x GPUs; 8 and 1 where they are not written",
+)
+WARM = Part(
+    ("training.warmup_ratio",),
+    "a share of the steps (none where it is not written); a number of steps needs max_steps",
+)
 SAVES = Part(("recovery.save_steps",), "steps; `no` is 0; once a pass is not known beforehand")
 EVALS = Part(("training.eval_steps",), "steps; once a pass is not known beforehand")
-FORMAT = Part(("training.dtype",), "the one that is true; none is fp32")
+FORMAT = Part(("training.dtype",), "the one that is true; fp32 where none is, or nothing is written")
 WRAP = Part(
     ("deepspeed", "deepspeed_config", "strategy"), "a JSON that is here, else the preset for its name"
 )
@@ -116,7 +123,7 @@ def kernel(value: Any) -> None:
 
 KEYS: dict[str, To | Part | Without] = {
     "model_name_or_path": To("model"),
-    "trust_remote_code": To("trust_remote_code", yes),
+    "trust_remote_code": To("trust_remote_code", yes, note=REMOTE),
     "output_dir": To("output_dir"),
     **dict.fromkeys(("dataset", "eval_dataset", "dataset_dir"), ROWS),
     "val_size": To("data.eval_split", share),

@@ -57,7 +57,7 @@ def batch(
         rows = reading.read(micro, count, MICRO, defaults[0])
         written = micro in reading.values
         reading.put(MICRO, rows, micro, written=written)
-        note = f"{rows} rows x {passes} passes x {ranks} GPU{'s' * (ranks > 1)}"
+        note = f"{rows} a GPU and pass x {passes} x {ranks} GPU{'s' * (ranks > 1)}"
         reading.put(GLOBAL, rows * passes * ranks, micro, accumulation, written=written, note=note)
         packed = [key for key in packing if reading.asked(key)]
         if packed and not reading.decided(GLOBAL):

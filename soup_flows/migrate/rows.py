@@ -20,6 +20,22 @@ SILENT: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
 }
 """Keys of a data set that need nothing here, and with which values (any, when empty): columns tell the format."""
+COLUMN_NAMES: dict[str, tuple[Any, ...]] = {
+    "field_messages": ("messages", "conversations", "conversation"),
+    "field_instruction": ("instruction",),
+    "field_input": ("input",),
+    "field_output": ("output", "response"),
+    "field_chosen": ("chosen",),
+    "field_rejected": ("rejected",),
+    "field_prompt": ("prompt",),
+    "field_completion": ("completion",),
+    "field_label": ("label",),
+    "field_system": ("system",),
+    "field": ("text",),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+}
+"""Keys that name columns, and the names that are known here."""
 READ = ("path", "split", "data_files", "revision", "name")
 MAX_INFO_BYTES = 1 << 20
 """Largest `dataset_info.json` that is read, bytes; the one LLaMA-Factory ships has about 20 kilobytes."""
@@ -57,24 +73,28 @@ def _blocks(reading: Reading, key: str, field: str) -> None:
     if isinstance(kind, str) and kind.split(":")[0] in ("completion", "pretrain") and field == "dataset":
         reading.put("training.task", "pretrain", f"{key}.type")
     for name, inner in block.items():
-        default = name == "field_messages" and inner in ("messages", "conversations", "conversation")
-        if (name == "type" and isinstance(inner, Mapping)) or (
-            name.startswith(("field", "message_")) and not default
-        ):
-            if name == "message_property_mappings" and isinstance(inner, Mapping) and _usual(inner):
-                continue
-            if name in ("field_chosen", "field_rejected") and inner == name.removeprefix("field_"):
-                continue
-            reading.say(f"{key}.{name}", "MIG004", "error", f"{name}: columns have fixed names here", COLUMNS)
-        elif name in SILENT and (not SILENT[name] or inner in SILENT[name]):
-            reading.off.append(f"{key}.{name}")
-        elif not default and name not in READ and not is_off(inner):
-            message = f"{name} is not read: every row is trained, and the answers in it"
-            reading.say(f"{key}.{name}", "MIG006", "warning", message, "change the rows themselves")
+        if name not in READ:
+            _rest(reading, key, str(name), inner)
 
 
-def _usual(mapping: Mapping[str, Any]) -> bool:
+def _rest(reading: Reading, key: str, name: str, value: Any) -> None:
+    """Say what becomes of a key of a data set that does not name its source."""
+    path = f"{key}.{name}"
+    columns = name.startswith(("field", "message_")) or (name == "type" and isinstance(value, Mapping))
+    usual = _usual(value) if name == "message_property_mappings" else value in COLUMN_NAMES.get(name, ())
+    if is_off(value) or (columns and usual) or (name in SILENT and value in (SILENT[name] or (value,))):
+        reading.off.append(path)
+    elif columns:
+        reading.say(path, "MIG004", "error", f"{name}: columns have fixed names here", COLUMNS)
+    else:
+        message = f"{name} is not read: every row is trained, and the answers in it"
+        reading.say(path, "MIG006", "warning", message, "change the rows themselves")
+
+
+def _usual(mapping: object) -> bool:
     """Whether the names of role and content are names that are known here."""
+    if not isinstance(mapping, Mapping):
+        return False
     pair = (mapping.get("role", "role"), mapping.get("content", "content"))
     return pair in (("role", "content"), ("from", "value"))
 

@@ -33,8 +33,14 @@ FORMATS = (
     "input_output",
 )
 """Values of `data.format` whose rows are known here by their columns (docs/data.md)."""
-ADAPTERS = Part(("training.method", "lora.r"), "adapter or not, and the base in 4 bits or not")
-SIZES = Part(("training.per_device_train_batch_size", "training.global_batch_size"), "rows x passes x GPUs")
+ADAPTERS = Part(
+    ("training.method", "lora.r"),
+    "4bit and 64 where they are not written; r 0 is full, 4bit qlora, none lora",
+)
+SIZES = Part(
+    ("training.per_device_train_batch_size", "training.global_batch_size"),
+    "rows x passes x GPUs; auto and 4 where they are not written: auto leaves it at 16",
+)
 
 
 def method(reading: Reading) -> None:
