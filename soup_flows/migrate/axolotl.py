@@ -177,6 +177,7 @@ AXOLOTL = Tool(
     option="--from-axolotl",
     source="axolotl-ai-cloud/axolotl@067021c",
     keys=KEYS,
+    about="The table has the keys of its schema that its examples use; others are errors with a hint.",
     parts=(
         axolotl_rows,
         method,

@@ -12,13 +12,13 @@ WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 
 
 def number(value: Any) -> Any:
-    """Return a number; YAML 1.1 reads `2e-5`, without a point, as text."""
+    """Return a finite number; YAML 1.1 reads `2e-5`, without a point, as text."""
     if isinstance(value, str):
         try:
             value = float(value)
         except ValueError:
             raise NotTaken(f"{value!r} is no number", "write a number") from None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise NotTaken(f"{value!r} is no number", "write a number")
     return value
 

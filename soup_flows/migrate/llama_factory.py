@@ -180,6 +180,7 @@ LLAMA_FACTORY = Tool(
     option="--from-llama-factory",
     source="hiyouga/LLaMA-Factory@ff6d4d1",
     keys=KEYS,
+    about="The table has the keys of its schema that its examples use; others are errors with a hint.",
     parts=(
         llama_factory_rows,
         task,

@@ -74,7 +74,12 @@ def _tool(tool: Tool) -> list[str]:
     plain = {key: entry for key, entry in tool.keys.items() if isinstance(entry, To)}
     parts = _grouped({key: entry for key, entry in tool.keys.items() if isinstance(entry, Part)})
     rest = _grouped({key: entry for key, entry in tool.keys.items() if isinstance(entry, Without)})
-    lines = [f"## From {tool.name}", "", f"`{tool.option} FILE`; read against {tool.source}.", ""]
+    lines = [
+        f"## From {tool.name}",
+        "",
+        f"`{tool.option} FILE`; read against {tool.source}. {tool.about}",
+        "",
+    ]
     if tool.flags:
         lines += ["The options of its command:", ""]
         lines += _rows(("there", "here"), ((f"`{flag}`", here) for flag, here in tool.flags.items()))

@@ -63,12 +63,17 @@ def read_config(tool: Tool, path: str | os.PathLike[str], given: Mapping[str, An
         values = read_yaml(Path(path).expanduser(), MAX_BYTES)
     except BadFile as bad:
         raise refuse("MIG001", tool.option, str(bad), bad.fix) from None
+    return migrate(tool, os.fspath(path), values, given)
+
+
+def migrate(tool: Tool, file: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Migration:
+    """Return what becomes of the values of a file; as `read_config`, for what is read already."""
     reading = Reading(tool, values, given)
     reading.run()
     keys = [*tool.keys]
     return Migration(
         tool=tool.name,
-        file=os.fspath(path),
+        file=file,
         mapped=tuple(sorted(reading.mapped, key=lambda m: keys.index(m.keys[0]) if m.keys[0] in keys else 0)),
         off=tuple(dict.fromkeys(reading.off)),
         not_mapped=tuple(sorted(reading.problems, key=lambda p: ORDER.index(p.severity))),

@@ -82,7 +82,8 @@ def _rest(reading: Reading, key: str, name: str, value: Any) -> None:
     path = f"{key}.{name}"
     columns = name.startswith(("field", "message_")) or (name == "type" and isinstance(value, Mapping))
     usual = _usual(value) if name == "message_property_mappings" else value in COLUMN_NAMES.get(name, ())
-    if is_off(value) or (columns and usual) or (name in SILENT and value in (SILENT[name] or (value,))):
+    silent = not columns and name in SILENT and value in (SILENT[name] or (value,))
+    if is_off(value) or silent or (columns and usual):
         reading.off.append(path)
     elif columns:
         reading.say(path, "MIG004", "error", f"{name}: columns have fixed names here", COLUMNS)

@@ -149,5 +149,7 @@ SOUP = Tool(
         row_format,
     ),
     gpus=1,
+    about="The table has the keys whose meaning was seen, and some with a plain meaning, such as `lora.alpha`. "
+    "Others are errors with a hint, and defaults that were not seen are said to be so.",
     flags=FLAGS,
 )  # fmt: skip

@@ -106,6 +106,7 @@ class Tool:
         parts: read the keys that count together; each is called once.
         gpus: GPUs of a run whose file and command line do not say; None where the tool takes all it sees.
         flags: options of its command -> what to give here.
+        about: what the table does not have, for the page.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Tool:
     parts: tuple[Callable[[Reading], None], ...]
     gpus: int | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
 
 
 class Mapped(BaseModel):
