@@ -158,7 +158,7 @@ KEYS: dict[str, To | Part | Without] = {
     "gradient_checkpointing": To("training.gradient_checkpointing", checkpointing),
     "seed": To("training.seed"),
     "logging_steps": To("training.logging_steps", count),
-    **dict.fromkeys(("eval_steps", "evals_per_epoch", "eval_strategy"), EVALS),
+    **dict.fromkeys(("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"), EVALS),
     "early_stopping_patience": To("training.early_stopping_patience", count),
     "load_best_model_at_end": To("training.load_best_model_at_end", yes),
     **dict.fromkeys(("save_steps", "saves_per_epoch", "save_strategy"), SAVES),

@@ -97,7 +97,8 @@ def _fsdp(reading: Reading) -> None:
     for field, value in spec.items():
         if field == "training":
             for name, inner in value.items():
-                reading.put(f"training.{name}", inner, BLOCK)
+                # Turned on here, recomputation is turned off beside it, so that it is not done twice.
+                reading.put(f"training.{name}", inner, BLOCK, over=True)
         else:
             reading.put(field, value, *keys)
     for problem in problems:

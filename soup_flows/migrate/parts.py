@@ -119,11 +119,13 @@ def checkpoints(strategy: str, steps_key: str, per_epoch: str = "") -> Step:
 
 
 def evaluations(strategy: str, steps_key: str, per_epoch: str = "") -> Step:
-    """Return a part for when the held-out rows are evaluated."""
+    """Return a part for when the held-out rows are evaluated; `evaluation_strategy` is an old name of a strategy."""
+    old = "evaluation_strategy"
 
     def read(reading: Reading) -> None:
+        named = old if reading.written(old) and not reading.written(strategy) else strategy
         usual = "they are evaluated before and after training"
-        _every(reading, "training.eval_steps", strategy, steps_key, per_epoch, None, usual)
+        _every(reading, "training.eval_steps", named, steps_key, per_epoch, None, usual)
 
     return read
 

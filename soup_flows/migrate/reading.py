@@ -109,11 +109,16 @@ class Reading:
             self.wrong(key, wrong, field)
             return default if wrong.instead is NOTHING else wrong.instead
 
-    def put(self, field: str, value: Any, *keys: str, written: bool = True, note: str = "") -> None:
-        """Take a setting over; another value for it from another key is a contradiction."""
+    def put(
+        self, field: str, value: Any, *keys: str, written: bool = True, note: str = "", over: bool = False
+    ) -> None:
+        """Take a setting over; a second value is a contradiction, unless it is meant to be laid `over` the first."""
         assert field in SETTINGS, field  # the tables are tested for it
         self._settled |= set(keys)
-        if field in self.spec and self.spec[field] != value:
+        if over and field in self.spec:
+            keys += next(m for m in self.mapped if m.field == field).keys
+            self.mapped = [m for m in self.mapped if m.field != field]
+        elif field in self.spec and self.spec[field] != value:
             before = next(m for m in self.mapped if m.field == field)
             message = f"{keys[0]} says {value!r} and {', '.join(before.keys)} says {before.value!r}"
             self.say(keys[0], "MIG007", "error", message, "keep one of them")

@@ -12,7 +12,7 @@ from soup_flows.migrate.values import NotTaken
 from soup_flows.user_file import BadFile, read_json
 
 COLUMNS = "rename the columns in the file to those of docs/data.md"
-JOIN = "write their rows into one file or folder, and give it with --dataset"
+JOIN = "put their files into one folder, or their rows into one file, and give that with --dataset"
 SILENT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("ds_type", "type", "chat_template", "roles", "preprocess_shards", "text_column"), ()),
     "train_on_eos": ("turn",),
