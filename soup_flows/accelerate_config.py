@@ -48,6 +48,17 @@ def read_accelerate_config(path: str | os.PathLike[str]) -> tuple[dict[str, Any]
     return reader.spec, sorted(reader.problems, key=lambda p: order.index(p.severity))
 
 
+def fsdp_settings(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Read an `fsdp_config` block alone, as other tools have it too; names with or without `fsdp_`.
+
+    Returns:
+        As `read_accelerate_config`.
+    """
+    reader = _Reader({"distributed_type": "FSDP", "fsdp_config": block}, Path())
+    reader.engine()
+    return reader.spec, reader.problems
+
+
 def _off(value: object) -> bool:
     """Whether a value says nothing, or no."""
     return not value or (isinstance(value, str) and value.lower() in ("no", "none", "false"))
@@ -133,6 +144,8 @@ class _Reader:
     def dtype(self) -> None:
         """Read the mixed precision."""
         asked = self.values.get("mixed_precision")
+        if asked is None and not _off(self.values.get("fp16")):
+            asked = "fp16"  # the old name, as `process_config` of accelerate converts it
         # An unquoted `no` is false in YAML.
         known = {"no": "fp32", False: "fp32", "bf16": "bf16", "fp16": "fp16"}
         if asked is None:

@@ -39,6 +39,8 @@ IGNORED = {
     "deepspeed_config.gradient_accumulation_steps": "accumulation follows from training.global_batch_size",
     "deepspeed_config.deepspeed_multinode_launcher": _LAUNCH,
     "deepspeed_config.deepspeed_hostfile": _LAUNCH,
+    "deepspeed_config.deepspeed_exclusion_filter": _LAUNCH,
+    "deepspeed_config.deepspeed_inclusion_filter": _LAUNCH,
     "deepspeed_config.deepspeed_moe_layer_cls_names": "write leaf_module in a DeepSpeed JSON",
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": "the model names its layers itself",
     "fsdp_config.fsdp_backward_prefetch": "FSDP2 has no such setting",
@@ -53,10 +55,54 @@ UNSUPPORTED = {
     "megatron_lm_config": "Megatron-LM is not supported",
     "mpirun_config": "starting through mpirun is not supported",
     "parallelism_config": "tensor, context and sequence parallelism are not supported",
-    "tpu_name": "TPUs are not supported",
-    "tpu_use_cluster": "TPUs are not supported",
-    "downcast_bf16": "TPUs are not supported",
+    **dict.fromkeys(
+        ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "downcast_bf16"),
+        "TPUs are not supported",
+    ),
+    **dict.fromkeys(("command_file", "commands"), "TPUs are not supported"),
     "dynamo_config": "torch.compile is not supported",
     "dynamo_backend": "torch.compile is not supported",
 }
 """Keys that ask for what this package does not do."""
+
+_PRESET = "`deepspeed`: the preset of the stage and its off-load"
+_SHARDING = "`fsdp`: the preset of the sharding and its off-load"
+MAPPED = {
+    "distributed_type": "`strategy` (NO, MULTI_GPU, MULTI_CPU), `deepspeed` (DEEPSPEED), `fsdp` (FSDP)",
+    "num_processes": "`gpus`",
+    "use_cpu": "`device=cpu`",
+    "mixed_precision": "`training.dtype`",
+    "fp16": "`training.dtype=fp16`",
+    "gpu_ids": "no setting: `CUDA_VISIBLE_DEVICES`, said in a warning",
+    "deepspeed_config.deepspeed_config_file": "`deepspeed_config`, used byte for byte",
+    "deepspeed_config.zero_stage": _PRESET,
+    "deepspeed_config.offload_optimizer_device": _PRESET,
+    "deepspeed_config.offload_param_device": _PRESET,
+    "deepspeed_config.offload_optimizer_nvme_path": "`nvme_path`",
+    "deepspeed_config.offload_param_nvme_path": "`nvme_path`",
+    "deepspeed_config.gradient_clipping": "`training.max_grad_norm`",
+    "fsdp_config.fsdp_sharding_strategy": _SHARDING,
+    "fsdp_config.fsdp_reshard_after_forward": _SHARDING,
+    "fsdp_config.fsdp_offload_params": _SHARDING,
+    "fsdp_config.fsdp_cpu_offload": _SHARDING,
+    "fsdp_config.fsdp_activation_checkpointing": "`training.gradient_checkpointing`",
+}
+"""Keys that become settings, and which."""
+
+SETTLED = {
+    "compute_environment": "LOCAL_MACHINE alone",
+    "num_machines": "1 alone",
+    "machine_rank": "one machine",
+    "rdzv_backend": "one machine",
+    "same_network": "one machine",
+    "main_training_function": "the ranks run this package's program",
+    "deepspeed_config.zero3_init_flag": "the weights are loaded sharded",
+    "deepspeed_config.zero3_save_16bit_model": "the model is saved whole",
+    "fsdp_config.fsdp_version": "always 2",
+    "fsdp_config.fsdp_auto_wrap_policy": "layer by layer",
+    "fsdp_config.fsdp_state_dict_type": "the model is saved whole",
+    "fsdp_config.fsdp_use_orig_params": "FSDP2 has no such setting",
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": "one rank reads the weights",
+    "fsdp_config.fsdp_sync_module_states": "one rank reads the weights",
+}
+"""Keys that need no setting: what they usually say holds anyway, and what does not hold is reported."""

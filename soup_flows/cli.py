@@ -20,17 +20,24 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from soup_flows import cli_deploy
-from soup_flows.accelerate_config import read_accelerate_config
-from soup_flows.cli_plan import add_arguments, plan_command
-from soup_flows.cli_runs import FAILED, GOOD, NOTHING, REFUSED, add_commands, print_json, run_flow
+from soup_flows.cli_plan import add_arguments, plan_and_print
+from soup_flows.cli_runs import (
+    FAILED,
+    GOOD,
+    NOTHING,
+    REFUSED,
+    add_commands,
+    print_json,
+    print_refused,
+    run_flow,
+)
 from soup_flows.data.command import main as data_main
 from soup_flows.demo import demo_parameters, resolve_demo
 from soup_flows.errors import Problem, Refused, nearest, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
 from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.spec_file import merge, read_spec_file
-from soup_flows.terminal import problems_text
+from soup_flows.spec_file import read_spec_file
 from soup_flows.validation.explain import explain, is_known
 
 _FLAT = (
@@ -65,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except Refused as refused:
-        _refused(refused.problems, arguments.json)
+        print_refused(refused.problems, arguments.json)
         return NOTHING if refused.problems[0].id == "STOP001" else REFUSED
     except BrokenPipeError:
         return GOOD
@@ -87,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     _spec_arguments(command("train", _train, "Run the flow soup-train here."))
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
     _spec_arguments(plan)
-    plan.add_argument("--accelerate-config", metavar="FILE", help="take the settings of an accelerate YAML")
     add_arguments(plan)
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
@@ -128,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
         """End with the exit code of a refusal."""
         fix = f"see {self.prog} --help"
         problem = Problem(id="CLI005", severity="error", field="command line", message=message, fix=fix)
-        _refused([problem], getattr(self, "as_json", False))
+        print_refused([problem], getattr(self, "as_json", False))
         raise SystemExit(REFUSED)
 
 
@@ -141,15 +147,6 @@ class _Version(argparse.Action):
 
         print("soup-flows", library_versions().get("soup-flows", "from a checkout"))
         parser.exit()
-
-
-def _refused(problems: Sequence[Problem], as_json: bool) -> None:
-    """Print why nothing was started."""
-    if as_json:
-        print_json({"problems": [problem.model_dump() for problem in problems]})
-    else:
-        errors = sum(problem.severity == "error" for problem in problems)
-        print(f"refused: {errors} problem(s)\n{problems_text(problems)}", file=sys.stderr)
 
 
 class _Raw(argparse.RawDescriptionHelpFormatter):
@@ -205,17 +202,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Plan and validate; refused plans print every problem."""
-    values = read_spec(arguments)
-    problems: list[Problem] = []
-    if arguments.accelerate_config:
-        found, problems = read_accelerate_config(arguments.accelerate_config)
-        values = merge(found, values)
-    value, text, problems = plan_command(resolve_demo(parse_spec(values)), arguments, problems)
-    if arguments.json:
-        print_json(value)
-    else:
-        print("\n\n".join(part for part in (text, problems_text(problems)) if part))
-    return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
+    return plan_and_print(arguments, read_spec(arguments))
 
 
 def _deploy(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,7 @@
 """`soup-flows plan`: what would run, here or on machines that are not here; starts nothing but a rehearsal."""
 
+# ruff: noqa: T201 (a command prints)
+
 from __future__ import annotations
 
 import argparse
@@ -11,16 +13,21 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from soup_flows.cli_runs import GOOD, REFUSED, print_json, print_refused
+from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.hardware import Hardware, detect, imagined
 from soup_flows.launch.plan import build_launch_plan
 from soup_flows.measured import recall
+from soup_flows.migrate import command as migrate
+from soup_flows.migrate.read import save_spec
 from soup_flows.paths import RunPaths
 from soup_flows.plan_page import fit_text, plan_terminal
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.sharding.fit import fit
 from soup_flows.sharding.trace import trace_plan
-from soup_flows.spec import TrainingSpec
+from soup_flows.spec import TrainingSpec, parse_spec
+from soup_flows.terminal import problems_text
 from soup_flows.user_file import BadFile, read_json
 from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
@@ -35,6 +42,7 @@ GPUS_PER_MACHINE = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only `plan` has."""
+    migrate.add_arguments(parser)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hardware", metavar="FILE", help="plan for a recorded machine (doctor --json)")
     where.add_argument("--gpu", metavar="NAME", help="plan for --gpus of this kind, such as h100-80gb")
@@ -61,6 +69,45 @@ def _nodes(text: str) -> int:
     return int(text)
 
 
+def plan_and_print(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Plan, and print the plan with every problem and what became of another tool's file.
+
+    Args:
+        arguments: those of `add_arguments`, and `json`.
+        given: the settings of the command line and of `--spec`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        Refused: the file of another tool cannot be read.
+    """
+    brought = migrate.Brought(arguments, given)
+    spec: TrainingSpec | None = None
+    try:
+        spec = parse_spec(brought.values)
+        if arguments.save is not None:
+            save_spec(spec, arguments.save)
+        value, text, problems = plan_command(resolve_demo(spec), arguments, brought.problems)
+    except Refused as refused:
+        problems = brought.blamed([*brought.problems, *refused.problems])
+        if arguments.json:
+            print_json({**brought.as_json(spec), "problems": [problem.model_dump() for problem in problems]})
+        else:
+            print(brought.text(spec), end="\n\n" if brought.migration else "", flush=True)
+            print_refused(brought.unsaid(problems), False)
+        return REFUSED
+    problems = brought.blamed(problems)
+    if arguments.json:
+        if "problems" in value or problems:
+            value["problems"] = [problem.model_dump() for problem in problems]
+        print_json({**value, **brought.as_json(spec)})
+    else:
+        parts = (brought.text(spec), text, problems_text(brought.unsaid(problems)))
+        print("\n\n".join(part for part in parts if part))
+    return REFUSED if any(problem.severity == "error" for problem in problems) else GOOD
+
+
 def plan_command(
     spec: TrainingSpec, arguments: argparse.Namespace, known: Sequence[Problem] = ()
 ) -> tuple[dict[str, Any], str, list[Problem]]:
@@ -83,7 +130,7 @@ def plan_command(
             answer = fit(spec, hardware, arguments.nodes)
         except Refused as refused:
             raise with_others(refused, spec) from None
-        return {"fit": answer.model_dump(mode="json")}, fit_text(answer), []
+        return {"fit": answer.model_dump(mode="json")}, fit_text(answer), list(known)
     here = arguments.hardware is None and arguments.gpu is None
     plan, found = plan_and_validate(spec, hardware, arguments.nodes, here)
     problems = [*known, *found]

@@ -8,12 +8,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from soup_flows.errors import TrainingFailed
+from soup_flows.errors import Problem, TrainingFailed
 from soup_flows.run_lock import check_can_be_made
 from soup_flows.spec import parse_spec
+from soup_flows.terminal import problems_text
 
 GOOD, FAILED, REFUSED, STOPPED, NOTHING = 0, 1, 2, 3, 4
 
@@ -31,6 +32,15 @@ def add_commands(command: Callable[[str, Any, str], argparse.ArgumentParser]) ->
     drill.add_argument("names", metavar="NAME", nargs="*", help="drills, or all; listed without a name")
     drill.add_argument("--output-dir", "--output_dir", default="drill-output", metavar="DIR")
     drill.add_argument("--quick", action="store_true", help="ranks that only pretend to train, without torch")
+
+
+def print_refused(problems: Sequence[Problem], as_json: bool) -> None:
+    """Print why nothing was started."""
+    if as_json:
+        print_json({"problems": [problem.model_dump() for problem in problems]})
+    else:
+        errors = sum(problem.severity == "error" for problem in problems)
+        print(f"refused: {errors} problem(s)\n{problems_text(problems)}", file=sys.stderr)
 
 
 def run_flow(values: dict[str, Any], as_json: bool) -> int:

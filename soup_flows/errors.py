@@ -40,6 +40,11 @@ FailureClass = Literal[
 ]
 
 
+def printable(text: str) -> str:
+    """Return `text` with control characters, but for line ends, as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 class Problem(BaseModel):
     """One thing that is wrong, in the words of the person who wrote the spec."""
 
@@ -61,7 +66,7 @@ class Problem(BaseModel):
     @classmethod
     def _printable(cls, text: str) -> str:
         """Write control characters as escapes: what a file or a command line holds must not drive a terminal."""
-        return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+        return printable(text)
 
     def __str__(self) -> str:
         fix = f" Fix: {self.fix}" if self.fix else ""

@@ -233,5 +233,19 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     ),
     "AC005": ("A value of the accelerate YAML is not one that accelerate takes", "the message lists them"),
     "AC006": ("The accelerate YAML and the nearest preset differ", "the message says in what"),
+    "MIG001": ("The config of another tool cannot be read", "the message names line and column"),
+    "MIG002": (
+        "A key of the other tool's config is not in this reader's table",
+        "the message names the nearest key, and what the setting may be called here",
+    ),
+    "MIG003": (
+        "A key of the other tool's config needs nothing here",
+        "nothing to do, or as the message says",
+    ),
+    "MIG004": ("The other tool's config asks for what is not there", "the message says what to do instead"),
+    "MIG005": ("A value of the other tool's config has no counterpart here", "the message says what to use"),
+    "MIG006": ("The other tool's config is taken over but for this", "the message says what differs"),
+    "MIG007": ("Two keys of the other tool's config contradict each other", "keep one of them"),
+    "MIG008": ("The spec cannot be saved under this name", "give the name of a new file"),
 }
 """Id -> what it means, and what to do."""

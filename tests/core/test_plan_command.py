@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from soup_flows.cli import GOOD, REFUSED, main
 from soup_flows.errors import Refused
@@ -212,3 +213,113 @@ def test_unusual_configs_are_read(unusual: dict[str, Any], tmp_path: Path) -> No
     config = {key: value for key, value in (LLAMA | unusual).items() if value is not ABSENT}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model_config(str(tmp_path)) == config
+
+
+SOUP = """\
+base: {model}
+data:
+  train: {rows}
+  max_length: 512
+training:
+  epochs: 2
+  lr: 2e-4
+  batch_size: 2
+  gradient_accumulation_steps: 2
+  quantization: none
+  lora: {{r: 8, alpha: 16}}
+  curriculum: true
+"""
+
+
+def test_a_config_of_another_tool_gives_the_plan_of_the_same_spec(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soup, saved = tmp_path / "soup.yaml", tmp_path / "spec.yaml"
+    text = SOUP.format(model=MODELS / "llama-8b", rows=tmp_path / "rows.jsonl")
+    soup.write_text(text.replace("  curriculum: true\n", ""))
+    machine = ["--gpu", "h100-80gb"]
+    # No --dataset: it comes from the file. The output folder comes from the command line, and wins.
+    flags = [*arguments[2:], "--gpus", "4", "--fsdp", "full_shard", "--set", "training.seed=7"]
+    code, brought = run(capsys, "--from-soup", str(soup), *flags, *machine, "--save", str(saved))
+    assert code == GOOD
+    spec = {
+        "model": str(MODELS / "llama-8b"), "dataset": str(tmp_path / "rows.jsonl"), "output_dir": arguments[3],
+        "fsdp": "full_shard", "gpus": 4,
+        "training": {
+            "method": "lora", "num_train_epochs": 2.0, "learning_rate": 2e-4, "per_device_train_batch_size": 2,
+            "global_batch_size": 16, "seed": 7,
+        },
+        "lora": {"r": 8, "alpha": 16}, "data": {"max_length": 512},
+    }  # fmt: skip
+    assert brought["migration"]["spec"] == spec
+    assert yaml.safe_load(brought["migration"]["spec_yaml"]) == spec == yaml.safe_load(saved.read_text())
+    written = {m["field"]: m["keys"] for m in brought["migration"]["mapped"]}
+    assert written["training.learning_rate"] == ["training.lr"]
+    code, own = run(capsys, "--spec", str(saved), *machine)
+    assert code == GOOD
+    assert {key: brought[key] for key in ("plan", "memory", "candidates", "launch")} == {
+        key: own[key] for key in ("plan", "memory", "candidates", "launch")
+    }
+    # A spec that is there is not written over.
+    code, again = run(capsys, "--from-soup", str(soup), *flags, *machine, "--save", str(saved))
+    assert (code, again["problems"][-1]["id"]) == (REFUSED, "MIG008")
+
+
+def test_what_did_not_map_is_told_even_when_the_plan_is_refused(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soup = tmp_path / "soup.yaml"
+    soup.write_text(SOUP.format(model=MODELS / "llama-8b", rows="gone.jsonl") + '  "\\e[31mred": 1\n')
+    given = ["--from-soup", str(soup), "--gpu", "h100-80gb"]
+    code, value = run(capsys, *given)
+    assert code == REFUSED
+    found = {p["field"]: p for p in value["problems"] if p["severity"] == "error"}
+    assert found["--from-soup.training.curriculum"]["id"] == "MIG002"
+    assert "data.train in" in found["dataset"]["message"]
+    assert value["migration"]["not_mapped"][0]["severity"] == "error"
+    assert main(["plan", *given]) == REFUSED
+    shown = "".join(capsys.readouterr())
+    assert "\x1b" not in shown
+    for words in (
+        "taken over",
+        "training.curriculum",
+        "not in the file",
+        "learning_rate: 0.0002",
+        "gone.jsonl",
+    ):
+        assert words in shown
+    assert shown.count("--from-soup.training.curriculum") == 1
+    # What a spec refuses is said with the key of the file, beside the rest.
+    soup.write_text(SOUP.format(model="m", rows="r").replace("r: 8", "r: 9999"))
+    code, value = run(capsys, *given)
+    assert code == REFUSED
+    wrong = next(p for p in value["problems"] if p["field"] == "lora.r")
+    assert "training.lora.r in" in wrong["message"]
+    assert value["migration"]["spec"] is None
+    assert "--from-soup.training.curriculum" in {p["field"] for p in value["problems"]}
+
+
+def test_one_tool_at_a_time_and_accelerate_beside_it(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    axolotl, accelerate = tmp_path / "config.yml", tmp_path / "accelerate.yaml"
+    axolotl.write_text(f"base_model: {MODELS / 'llama-8b'}\nlearning_rate: 1e-5\nmicro_batch_size: 2\n")
+    accelerate.write_text(
+        "distributed_type: FSDP\nnum_processes: 4\nfp16: true\nfsdp_config:\n  fsdp_version: 2\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", "--from-soup", "a", "--from-axolotl", "b"])
+    capsys.readouterr()
+    given = ["--from-axolotl", str(axolotl), "--accelerate-config", str(accelerate), *arguments]
+    code, value = run(capsys, *given, "--gpu", "h100-80gb")
+    assert code == GOOD
+    plan = value["plan"]
+    assert (plan["strategy"], plan["world_size"], plan["dtype"]) == ("full_shard", 4, "fp16")
+    assert plan["batch"]["global_batch_size"] == 8
+    # What the files say is told beside --fit, and where the settings are refused.
+    accelerate.write_text(accelerate.read_text() + "num_proces: 3\n")
+    code, value = run(capsys, *given, "--gpu", "h100-80gb", "--fit")
+    assert code == REFUSED
+    assert "AC002" in {p["id"] for p in value["problems"]}
+    code, value = run(capsys, *given, "--gpu", "h100-80gb", "--set", "training.seeds=1")
+    assert {"AC002", "SPEC002"} <= {p["id"] for p in value["problems"]}

@@ -45,6 +45,7 @@ CORE = (
     "memory",
     "data",
     "demo",
+    "migrate",
     "sharding",
     "proof",
     "launch",
