@@ -227,3 +227,20 @@ def test_an_estimate_survives_json_and_a_setup_can_be_changed() -> None:
     assert predict(LLAMA_8B, setup=setup, world_size=16).allocated_bytes < found.allocated_bytes
     assert found.fits(80 * GIB)
     assert not found.fits(found.minimum_bytes - 1)
+
+
+def test_the_loss_in_pieces_never_holds_all_logits() -> None:
+    def at_loss(loss: Loss, seq_len: int, method: str = "full") -> int:
+        return predict(LLAMA_8B, loss=loss, seq_len=seq_len, method=method).phases["loss"]
+
+    vocab, hidden = LLAMA_8B.vocab_size, LLAMA_8B.hidden_size
+    whole, piece = 12 * 8192 * vocab, 8 * 2**26
+    assert at_loss("full", 8192, "lora") - at_loss("pieces", 8192, "lora") == pytest.approx(
+        whole - piece, rel=0.01
+    )
+    head = 4 * vocab * hidden  # its gradient, in fp32
+    product = 2 * 2**26 + 2 * vocab * hidden  # a piece's share of it, more than the piece itself takes
+    saved = at_loss("full", 8192) - at_loss("pieces", 8192)
+    assert saved == pytest.approx(whole - head - product, rel=0.01)
+    few = hidden // 3  # a head's gradient would take more than their logits
+    assert at_loss("full", few) == at_loss("pieces", few)

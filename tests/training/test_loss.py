@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+import transformers
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from soup_flows.architecture import known_families
+from soup_flows.architecture.value import PLAIN_HEADS
 from soup_flows.training import loss as module
-from soup_flows.training.loss import has_plain_head, head_loss, loss_in_head, worth_it_from
+from soup_flows.training.loss import _PLAIN_HEAD, has_plain_head, head_loss, loss_in_head, worth_it_from
 
 SHAPE = {
     "vocab_size": 97,
@@ -85,3 +90,12 @@ def test_a_head_with_something_behind_it_is_left_alone() -> None:
     llama = LlamaForCausalLM(LlamaConfig(**SHAPE))
     assert worth_it_from(llama) == 32 / 3
     assert worth_it_from(llama.requires_grad_(False)) == 0
+
+
+def test_the_planner_knows_the_plain_heads() -> None:
+    """`Architecture.plain_head` says without transformers what the classes' source says."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    forwards = {
+        kind: inspect.getsource(getattr(transformers, names[kind]).forward) for kind in known_families()
+    }
+    assert {kind for kind, source in forwards.items() if _PLAIN_HEAD.search(source)} == PLAIN_HEADS
