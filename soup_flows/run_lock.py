@@ -41,6 +41,23 @@ def run_lock(paths: RunPaths, wait_s: float) -> Iterator[int]:
     if name in _held:
         yield _held[name]
         return
+    fd = _take(name, paths, wait_s)
+    while not _is_at(fd, name):  # the holder that was waited for has removed it
+        os.close(fd)
+        fd = _take(name, paths, wait_s)
+    _held[name] = fd
+    try:
+        yield fd
+    finally:
+        del _held[name]
+        if not paths.launch.exists():  # nothing was ever started here: a refused run leaves its report alone
+            Path(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # and one whose work was finished already leaves nothing
+                paths.root.rmdir()
+        release([fd])
+
+
+def _take(name: str, paths: RunPaths, wait_s: float) -> int:
     try:
         paths.create()
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -52,14 +69,15 @@ def run_lock(paths: RunPaths, wait_s: float) -> Iterator[int]:
     except BaseException:
         os.close(fd)
         raise
-    _held[name] = fd
+    return fd
+
+
+def _is_at(fd: int, name: str) -> bool:
+    """Whether the open file is the one with this name."""
     try:
-        yield fd
-    finally:
-        del _held[name]
-        if not paths.launch.exists():  # nothing was ever started here: a refused run leaves its report alone
-            Path(name).unlink(missing_ok=True)
-        release([fd])
+        return os.path.samestat(os.fstat(fd), os.stat(name))
+    except OSError:
+        return False
 
 
 def _wait(fd: int, paths: RunPaths, wait_s: float) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,32 @@ def test_a_task_inside_the_holder_goes_on(tmp_path: Path) -> None:
             assert other != outer
     with run_lock(paths, 0):
         pass
+
+
+def test_a_run_that_started_nothing_leaves_nothing_and_the_next_one_gets_a_lock_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """The lock that the waiting one has opened goes with the directory."""
+    paths = RunPaths.of(tmp_path, "run")
+    argv = [sys.executable, "-c", HOLD, str(paths.root)]
+    with run_lock(paths, 0):
+        next_one = subprocess.Popen(
+            [*argv[:2], HOLD.replace(", 0):", ", 600):"), argv[3]], stdout=subprocess.PIPE
+        )
+        links = Path(f"/proc/{next_one.pid}/fd")
+        lock = str(paths.root / "lock")
+        while not any(os.path.realpath(link) == lock for link in links.iterdir()):
+            assert next_one.poll() is None
+            time.sleep(0.05)
+    assert next_one.stdout is not None
+    assert next_one.stdout.readline() == b"held\n"
+    with pytest.raises(Refused, match="RUN001"), run_lock(paths, 0):
+        pass
+    next_one.terminate()  # killed, it removes nothing
+    next_one.wait()
+    with run_lock(paths, 0):
+        assert paths.root.exists()
+    assert not paths.root.exists()
 
 
 @pytest.mark.parametrize("kind", ["a file is in the way", "a link for the lock"])

@@ -28,6 +28,7 @@ from soup_flows.blocks import CheckpointStore, HuggingFaceCredentials
 from soup_flows.flows import soup_train
 from soup_flows.pipelines import finetune_pipeline
 from soup_flows.report import TrainReport
+from tests.models import changed_model
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
 ROOT = Path(__file__).parents[2]
@@ -155,11 +156,8 @@ def test_a_run_is_rehearsed_before_it_is_launched(
     assert "has the same loss" in found["soup-train-validation"]
     assert "has the same loss" in found["soup-train-report"]
 
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"input_ids": [5, 6, 99_999, i]}) + "\n" for i in range(32)))
-    quick = {"rehearse": True, "deep": False}  # the deep look would find these ids, too
-    values |= {"dataset": str(rows), "output_dir": str(tmp_path / "bad"), "validation": quick}
-    values["data"] = {"cache_dir": str(tmp_path / "cache")}
+    broken = changed_model(values["model"], tmp_path / "model", attention_dropout=1.5)
+    values |= {"model": str(broken), "output_dir": str(tmp_path / "bad")}
     state = soup_train(**values, return_state=True)
     assert state.is_failed()
     assert "RH003" in (state.message or "")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.models import changed_model
 from tests.recovery.conftest import (
     EVERY,
     STEPS,
@@ -41,11 +40,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 def with_dropout(model: Path, folder: Path) -> Path:
     """Return a copy of the model whose attention drops weights while it trains; made once a session."""
     copy = folder / "model-with-dropout"
-    if not copy.exists():
-        shutil.copytree(model, copy)
-        config = json.loads((copy / "config.json").read_text())
-        (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.2}))
-    return copy
+    return copy if copy.exists() else changed_model(model, copy, attention_dropout=0.2)
 
 
 @pytest.mark.parametrize("name", RUNS)

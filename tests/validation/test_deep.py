@@ -14,6 +14,7 @@ from soup_flows.validation import seen as seen_module
 from soup_flows.validation import validate
 from soup_flows.validation.deep import RULES, Sight, check_deep
 from soup_flows.validation.seen import Seen, look
+from tests.models import changed_model
 from tests.validation.deep_pairs import SEEN, SEEN_PAIRS
 from tests.validation.world import CHAT, machine, rows_file, run
 
@@ -65,13 +66,7 @@ def test_rows_beyond_the_length_and_wrong_targets(spec_of: Any) -> None:
 
 @pytest.mark.ranks
 def test_a_tokenizer_of_another_model(assets: dict[str, str], tmp_path: Path) -> None:
-    source = Path(assets["model"])
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    folder = changed_model(assets["model"], tmp_path / "model", vocab_size=100)
     spec = parse_spec({"model": str(folder), "dataset": str(rows_file(tmp_path / "rows.jsonl", 5))})
     assert [problem.id for problem in check_deep(spec, "ddp")] == ["DP003"]
     (folder / "tokenizer.json").write_text("{}")
