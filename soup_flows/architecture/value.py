@@ -11,8 +11,8 @@ LinearKind = Literal["linear", "expert", "router"]
 Source = Literal["config", "files", "meta"]
 
 PLAIN_HEADS = frozenset(
-    ("deepseek_v2", "deepseek_v3", "gemma", "gpt_neox", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
-     "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2")
+    ("deepseek_v2", "deepseek_v3", "gemma", "gpt2", "gpt_neox", "llama", "ministral", "mistral", "mixtral", "olmo",
+     "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2")
 )  # fmt: skip
 """Known families whose logits are the head's output as it is; `training.loss.has_plain_head` decides for a model."""
 

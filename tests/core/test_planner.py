@@ -86,7 +86,7 @@ def test_a_preset_that_is_named_is_kept_and_told_what_would_fit() -> None:
     assert (made.strategy, made.batch.per_device_train_batch_size) == ("zero1", 8)
     (problem,) = found("llama-8b", imagined("h100", 8), **values)
     assert problem.severity == "error"
-    assert "deepspeed=zero1 training.per_device_train_batch_size=1" in problem.fix
+    assert "deepspeed=zero1 training.per_device_train_batch_size=4" in problem.fix
 
 
 def test_an_upper_bound_only_warns() -> None:
@@ -196,12 +196,21 @@ def test_the_plan_and_its_pages() -> None:
 
 
 def test_the_prediction_is_of_this_training_program() -> None:
-    """Rows end to end and a loss after the forward pass: what `Setup` is told, and what it changes."""
+    """Rows end to end and a loss in pieces, or after the forward pass: what `Setup` is told, and what it changes."""
     case = read_case(ask("llama-8b", data={"max_length": 2048}), imagined("h100", 8))
     setup = case.setup("full_shard", 8, 2, False)
-    assert (setup.attention, setup.loss_outside, setup.tokens) == ("rows", True, 4096)
-    inside = predict(case.shapes, setup=setup, loss_outside=False)
-    assert inside.phases["loss"] - predict(case.shapes, setup=setup).phases["loss"] > 2e9
+    assert (setup.attention, setup.loss, setup.loss_outside, setup.tokens) == ("rows", "pieces", True, 4096)
+    outside = predict(case.shapes, setup=setup, loss="full")
+    assert outside.phases["loss"] - predict(case.shapes, setup=setup).phases["loss"] > 4e8
+    inside = predict(case.shapes, setup=setup, loss="full", loss_outside=False)
+    assert inside.phases["loss"] - outside.phases["loss"] > 2e9
+    for changes in (
+        {"data": {"max_length": 2048, "packing": False}},
+        {"training": {"task": "dpo"}},
+        {"training": {"method": "lora"}, "lora": {"target_modules": ["q_proj", "lm_head"]}},
+    ):
+        other = read_case(ask("llama-8b", **changes), imagined("h100", 8))
+        assert other.setup("full_shard", 8, 2, False).loss == "full"
     old = read_case(ask("llama-8b"), imagined("t4", 2)).setup("ddp", 2, 1, False)
     assert old.attention == "eager"  # no fused kernel for grouped heads before compute capability 8.0
 
