@@ -63,7 +63,7 @@ class MemoryEstimate(Value):
     step: dict[str, int]
     """By component, at the peak of a training step."""
     phases: dict[Phase, int]
-    """Bytes at each moment that can be the peak: loss, first and last layer of backward, root, step."""
+    """Bytes at each moment that can be the peak: gather, loss, first and last layer of backward, root, step."""
     peak_phase: Phase
     """Which of them is."""
     load_bytes: int

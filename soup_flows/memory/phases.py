@@ -10,7 +10,7 @@ from soup_flows.memory.activations import Activations, in_pieces
 from soup_flows.memory.setup import Setup
 from soup_flows.memory.states import States
 
-Phase = Literal["loss", "first_layer", "last_layer", "root", "step"]
+Phase = Literal["gather", "loss", "first_layer", "last_layer", "root", "step"]
 
 EXACT = frozenset({"weights", "master_weights", "gradients", "optimizer"})
 """Components that follow from shapes, dtypes and ranks; a measured peak corrects the others."""
@@ -147,7 +147,10 @@ def phases(model: Architecture, setup: Setup, state: States, act: Activations) -
     late = gradients if accumulated else gradients * (1 - pending / model.parameters)
     early = 0.0 if whole_grads or setup.step_in_backward else min(head_gradient, gradients)
     unreduced = head_gradient if whole_grads else 0.0
+    # FSDP copies its shard of the root unit in, gathers all into one buffer and copies that out into parameters.
+    gathering = buf.root * (2 + 1 / setup.shards[0]) if setup.fsdp else 0.0
     return {
+        "gather": at(gradients=carried, communication=gathering),
         "loss": at(
             gradients=carried,
             activations=act.saved + act.outer,

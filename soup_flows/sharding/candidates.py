@@ -124,7 +124,7 @@ class Case:
         """Whether the training program can make the loss in pieces (`training.trainer.SoupTrainer.token_loss`)."""
         spec = self.spec
         adapted = spec.trains_adapters and "lm_head" in spec.lora.target_modules
-        return self.shapes.plain_head and spec.data.packing and not spec.compares_answers and not adapted
+        return self.shapes.plain_head and spec.data.packing and not adapted
 
     @cached_property
     def _attention(self) -> str:

@@ -206,7 +206,6 @@ def test_the_prediction_is_of_this_training_program() -> None:
     assert inside.phases["loss"] - outside.phases["loss"] > 2e9
     for changes in (
         {"data": {"max_length": 2048, "packing": False}},
-        {"training": {"task": "dpo"}},
         {"training": {"method": "lora"}, "lora": {"target_modules": ["q_proj", "lm_head"]}},
     ):
         other = read_case(ask("llama-8b", **changes), imagined("h100", 8))

@@ -13,7 +13,7 @@ from soup_flows.sharding.trace import trace_plan
 from soup_flows.spec import parse_spec
 
 CONFIG = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2,
-"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}"""
+"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 128256}"""
 
 
 @pytest.mark.ranks
@@ -24,8 +24,9 @@ CONFIG = """{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 81
         {"fsdp": "full_shard", "training": {"gradient_checkpointing": True}},
         {"fsdp": "shard_grad"},
         {"strategy": "ddp", "training": {"method": "lora"}},
+        {"fsdp": "full_shard", "training": {"method": "lora", "gradient_checkpointing": True}},
     ],
-    ids=["full_shard", "shard_grad", "ddp-lora"],
+    ids=["full_shard", "shard_grad", "ddp-lora", "full_shard-lora"],
 )
 def test_trace_and_closed_form_agree(values: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(CONFIG)
