@@ -20,6 +20,7 @@ from soup_flows.child import answer
 from soup_flows.consolidate import Consolidated, Request
 from soup_flows.data.prepare import TOKENIZER_PATTERNS
 from soup_flows.errors import refuse
+from soup_flows.training.saved import adapter_name
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _COPIED = (*TOKENIZER_PATTERNS, "generation_config.json")
@@ -203,7 +204,7 @@ def _copy_small_files(model: Path, folder: Path, without: set[str]) -> None:
 
 
 def _adapter_name(name: str) -> str:
-    return name[max(0, name.find("base_model.")) :].replace(".default.", ".")
+    return adapter_name(name[max(0, name.find("base_model.")) :])
 
 
 def _need_adapter_config(checkpoint: Path) -> None:

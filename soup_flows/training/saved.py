@@ -65,9 +65,15 @@ def compare_saved(folder: Path, model: Any, state: dict[str, torch.Tensor] | Non
         raise SaveLied(f"the saved model differs from the trained one: {'; '.join(reasons[:5])}")
 
 
+def adapter_name(name: str) -> str:
+    """Return an adapter's parameter name as peft saves it (peft/tuners/lora/model.py: DoRA's has no `.weight`)."""
+    plain = name.replace(".default.", ".")
+    return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
+
+
 def _plain(name: str) -> str:
     """Return a parameter's name as it is saved: without wrappers and the adapter's name."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace(".default.", ".")
+    return adapter_name(name.replace("_checkpoint_wrapped_module.", ""))
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

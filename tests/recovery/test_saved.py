@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from soup_flows.training.saved import SavedNotFinite, SaveLied, compare_saved
+from soup_flows.safetensors_header import read_header
+from soup_flows.training.saved import SavedNotFinite, SaveLied, adapter_name, compare_saved
 from tests.recovery.conftest import Maker
 
 
@@ -38,6 +41,21 @@ def test_a_true_save_passes(tmp_path: Path) -> None:
     compare_saved(tmp_path, model, None, trained=True)
     save_file(adapted.saved(), tmp_path / "adapter_model.safetensors")
     compare_saved(tmp_path, adapted, adapted.state_dict(), trained=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"use_rslora": True}, {"bias": "lora_only"}])
+def test_what_peft_saves_passes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(llama, lora)
+    model.save_pretrained(tmp_path)
+    compare_saved(tmp_path, model, None, trained=False)
+    names = read_header(tmp_path / "adapter_model.safetensors")
+    assert set(names) == {adapter_name(name) for name, p in model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("lie", ["nothing", "a tensor less", "another shape", "other values", "no file"])

@@ -10,7 +10,7 @@ FROM_STEP = 4
 
 def save(self, output_dir=None, state_dict=None):
     real(self, output_dir, state_dict)
-    if self.state.global_step < FROM_STEP:
+    if self.state.global_step < FROM_STEP or not self.args.should_save:  # one writer, as of the real file
         return
     for file in Path(output_dir).glob("*model.safetensors"):
         data = bytearray(file.read_bytes())
