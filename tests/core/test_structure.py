@@ -78,6 +78,7 @@ SHELL = {
     "artifacts",
     "blocks",
     "cli",
+    "cli_completion",
     "cli_plan",
     "cli_runs",
     "attempt",

@@ -33,8 +33,6 @@ def test_soup_flows_commands_parse(page: str) -> None:
     # "`soup-flows stop` does ..." names a command and is none.
     lines = [line for line in lines_of(page, "soup-flows") if "..." not in line and len(line) > 2]
     for _, *argv in lines:
-        if argv[0] == "data":
-            continue
         if "--help" not in argv:
             cli._parser().parse_args(argv)
 
