@@ -10,7 +10,6 @@ from soup_flows.sharding.fit import Fit, FitPoint
 from soup_flows.sharding.words import plan_rows, plan_text
 from soup_flows.units import gib
 
-GIB = 1 << 30
 TERMINAL_ROWS = 8
 """Candidates that a terminal shows; the page has all."""
 
@@ -119,8 +118,9 @@ def _memory(plan: ShardingPlan) -> str:
 
 
 def _parts(sizes: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the components that matter, largest first."""
-    return sorted(((n, s) for n, s in sizes.items() if s >= 0.05 * GIB), key=lambda item: -item[1])
+    """Return the components that are at least a twentieth of the whole, largest first."""
+    least = sum(sizes.values()) / 20
+    return sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda item: -item[1])
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
