@@ -44,6 +44,7 @@ def lives_and_ends(folder: str) -> str:
     view = LiveView(plan, every_s=0)
     for event in RANKS:
         view.on_events([event])
+    view.end("stalled")
     ends: list[dict[str, Any]] = [
         {"state": "failed", "failure_class": "stalled", "cause": "rank 1 in all_reduce"},
         {"state": "completed"},
