@@ -56,10 +56,10 @@ class LiveView:
             self._published = now
             self._publish()
 
-    def end(self, failure_class: str | None) -> None:
-        """Show the last state of an attempt that did not end well, which has no last event of its own."""
-        if failure_class is not None and runtime.flow_run.id is not None:
-            self.state.ended = failure_class
+    def end(self) -> None:
+        """Show the last state of an attempt that did not end well, which sends no event of its own at its end."""
+        if not self.state.finished and runtime.flow_run.id is not None:
+            self.state.ended_early = True
             self._publish()
 
     def _emit_for(self, event: dict[str, Any]) -> None:

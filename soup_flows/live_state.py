@@ -45,8 +45,8 @@ class LiveState:
     ranks: dict[int, RankLive] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     finished: bool = False
-    ended: str = ""
-    """How the attempt ended, when not well: its failure class."""
+    ended_early: bool = False
+    """Without having finished: a failure, a stop; the pages of attempts and of the report say which."""
 
     def update(self, events: Iterable[dict[str, Any]]) -> None:
         """Take in new events; fields of the wrong type are skipped with their event."""
@@ -138,7 +138,7 @@ def summary(state: LiveState) -> str:
         parts.append(f"loss {state.loss:.4g}")
     if state.tokens_per_second:
         parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
-    if state.eta_s is not None and not state.finished and not state.ended:
+    if state.eta_s is not None and not state.finished and not state.ended_early:
         parts.append(f"{duration(state.eta_s)} left")
     return ", ".join(parts)
 
@@ -155,7 +155,7 @@ def duration(seconds: float) -> str:
 def live_page(state: LiveState) -> str:
     """Return the page `soup-train-live` as markdown with Mermaid curves."""
     slow = state.stragglers()
-    now = f"Ended by {state.ended}" if state.ended else "Finished" if state.finished else "Training"
+    now = "Ended early" if state.ended_early else "Finished" if state.finished else "Training"
     parts = [f"# {now}: {summary(state)}"]
     if state.eval_loss is not None:
         parts.append(f"Held-out loss {state.eval_loss:.4g}")

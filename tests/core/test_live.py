@@ -72,9 +72,9 @@ def test_an_attempt_that_ended_is_not_shown_as_training() -> None:
     state = LiveState()
     state.update([{"kind": "data", "total_steps": 100}, *(step(r, 7) for r in (0, 1))])
     assert live_page(state).startswith("# Training: step 7 of 100")
-    state.ended = "rank_killed"
+    state.ended_early = True
     title = live_page(state).splitlines()[0]
-    assert title == "# Ended by rank_killed: step 7 of 100, 400 tokens/s"
+    assert title == "# Ended early: step 7 of 100, 400 tokens/s"
 
 
 def test_equal_ranks_have_no_straggler() -> None:

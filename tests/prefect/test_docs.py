@@ -37,6 +37,16 @@ def test_soup_flows_commands_parse(page: str) -> None:
             cli._parser().parse_args(argv)
 
 
+def test_pictures_are_there_and_small() -> None:
+    shown = set()
+    for page in [*PAGES, *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*/*.md"))]:
+        for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            file = (ROOT / page).parent / link
+            assert file.stat().st_size < 150_000, (page, link)
+            shown.add(file.resolve())
+    assert shown == set((ROOT / "docs" / "images").glob("*"))
+
+
 def deployed() -> dict[str, dict[str, Any]]:
     found = {}
     for entry in definitions():
