@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.server
+@pytest.mark.long
 @pytest.mark.skipif(find_programs() is None, reason="PostgreSQL is not installed")
 def test_events_and_pages_on_postgres() -> None:
     """The fixture itself checks that the server's tables are in PostgreSQL."""
