@@ -83,6 +83,7 @@ def _run_locked(
         if mirror is not None:
             mirror.abandon()
         raise
+    view.end()
     if mirror is not None:
         mirror.finish(should_stop)
     return outcome

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from soup_flows import cli_deploy
+from soup_flows.cli_completion import COMPLETION_TEXT, SHELLS, completion_script
 from soup_flows.cli_plan import add_arguments, plan_and_print
 from soup_flows.cli_runs import (
     FAILED,
@@ -31,7 +32,7 @@ from soup_flows.cli_runs import (
     print_refused,
     run_flow,
 )
-from soup_flows.data.command import main as data_main
+from soup_flows.data import command as data_command
 from soup_flows.demo import demo_parameters, resolve_demo
 from soup_flows.errors import Problem, Refused, nearest, refuse
 from soup_flows.hardware import detect, doctor, render
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["data"]:
-        return data_main(given[1:])
+        return data_command.main(given[1:])
     arguments = _parser().parse_args(given)
     try:
         code: int = arguments.run(arguments)
@@ -98,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
     presets.add_argument("--diff", metavar="PRESET", help="explain the difference to this preset")
-    command("data", None, "Report on a data file before it is trained; see soup-flows data --help.")
+    data = command("data", None, "Report on a data file before it is trained; see soup-flows data --help.")
+    data_command.add_arguments(data)
     explain = command("explain", _explain, "Tell what a rule is about: why, the fix, the evidence.")
     explain.add_argument("rule", help="an id such as DS014")
     command("doctor", _doctor, "Show this machine's hardware, what is wrong with it and what to do.")
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     shards.add_argument("-o", "--output", required=True, metavar="OUT", help="the folder to write")
     shards.add_argument("--model", metavar="DIR", help="folder with config.json and the tokenizer")
     shards.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the output")
+    command("completion", _completion, COMPLETION_TEXT).add_argument("shell", choices=SHELLS)
     return parser
 
 
@@ -277,6 +280,13 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         what = "an adapter" if found.adapter else "a model"
         checked = "compared with the config" if found.checked else "not compared: no config.json was found"
         print(f"{found.output}: {what}, {found.tensors} tensors, {found.bytes / 2**30:.2f} GiB; {checked}")
+    return GOOD
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    """Print the script; with `eval` it is of use at once."""
+    script = completion_script(_parser(), arguments.shell)
+    print_json({"script": script}) if arguments.json else print(script)
     return GOOD
 
 

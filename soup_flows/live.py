@@ -56,6 +56,12 @@ class LiveView:
             self._published = now
             self._publish()
 
+    def end(self) -> None:
+        """Show the last state of an attempt that did not end well, which sends no event of its own at its end."""
+        if not self.state.finished and runtime.flow_run.id is not None:
+            self.state.ended_early = True
+            self._publish()
+
     def _emit_for(self, event: dict[str, Any]) -> None:
         kind, run_id = event["kind"], self._launch.run_id
         if kind == "started" and event.get("rank") == 0:

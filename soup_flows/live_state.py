@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from soup_flows.pages import CHART_POINTS, curve, table, thin
+from soup_flows.charts import CHART_POINTS, curve, thin
+from soup_flows.pages import table
 from soup_flows.report import Point
 
 WINDOW = 20
@@ -44,6 +45,8 @@ class LiveState:
     ranks: dict[int, RankLive] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     finished: bool = False
+    ended_early: bool = False
+    """Without having finished: a failure, a stop; the pages of attempts and of the report say which."""
 
     def update(self, events: Iterable[dict[str, Any]]) -> None:
         """Take in new events; fields of the wrong type are skipped with their event."""
@@ -135,7 +138,7 @@ def summary(state: LiveState) -> str:
         parts.append(f"loss {state.loss:.4g}")
     if state.tokens_per_second:
         parts.append(f"{state.tokens_per_second:,.0f} tokens/s")
-    if state.eta_s is not None and not state.finished:
+    if state.eta_s is not None and not state.finished and not state.ended_early:
         parts.append(f"{duration(state.eta_s)} left")
     return ", ".join(parts)
 
@@ -152,7 +155,8 @@ def duration(seconds: float) -> str:
 def live_page(state: LiveState) -> str:
     """Return the page `soup-train-live` as markdown with Mermaid curves."""
     slow = state.stragglers()
-    parts = [f"# {'Finished' if state.finished else 'Training'}: {summary(state)}"]
+    now = "Ended early" if state.ended_early else "Finished" if state.finished else "Training"
+    parts = [f"# {now}: {summary(state)}"]
     if state.eval_loss is not None:
         parts.append(f"Held-out loss {state.eval_loss:.4g}")
     if slow:
@@ -160,7 +164,9 @@ def live_page(state: LiveState) -> str:
     losses = [(p.step, p.loss) for p in state.points if p.loss is not None]
     rates = [(p.step, p.learning_rate) for p in state.points if p.learning_rate is not None]
     parts += [
-        curve(title, points) for title, points in (("Loss", losses), ("Learning rate", rates)) if points
+        curve(title, points)
+        for title, points in (("Loss", losses), ("Learning rate", rates))
+        if len(points) > 1
     ]
     if state.ranks:
         rows = [_rank_row(number, rank, number in slow) for number, rank in sorted(state.ranks.items())]

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
 
+from soup_flows.charts import curve, thin
 from soup_flows.errors import Problem
 from soup_flows.ledger import Attempt
 from soup_flows.proof import Proof
 from soup_flows.report import TrainReport
 from soup_flows.sharding.words import plan_rows
-from soup_flows.units import gib
-
-T = TypeVar("T")
-
-CHART_POINTS = 40
-"""Points of a chart; more make Mermaid's labels unreadable."""
+from soup_flows.units import counted, gib, ranks
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -105,7 +100,7 @@ def problems_table(problems: Sequence[Problem]) -> str:
 def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) -> str:
     """Return the page `soup-train-validation`: every finding, errors first, and what was silenced."""
     counts = Counter(problem.severity for problem in problems)
-    words = ", ".join(f"{counts[kind]} {kind}(s)" for kind in ("error", "warning", "note") if counts[kind])
+    words = ", ".join(counted(counts[kind], kind) for kind in ("error", "warning", "note") if counts[kind])
     parts = [f"# Validation: {words or 'nothing found'}"]
     if problems:
         parts.append(problems_table(problems))
@@ -133,7 +128,7 @@ def _what_ran(report: TrainReport) -> str:
 def _proof(proof: Proof) -> str:
     """Show what each rank really held."""
     verdict = (
-        f"{proof.world_size} rank(s) formed the group; everything below was read from them after their first "
+        f"{ranks(proof.world_size)} formed the group; everything below was read from them after their first "
         "step and matches the plan."
     )
     if proof.failures:
@@ -161,33 +156,16 @@ def _losses(report: TrainReport) -> str:
     rows = [
         (p.step, _number(p.loss), _number(p.learning_rate), _number(p.grad_norm)) for p in thin(points, 12)
     ]
-    text = f"## Losses\n\n{chart}\n\n" + table(("step", "loss", "learning rate", "gradient norm"), rows)
+    text = (
+        "## Losses\n\n"
+        + (f"{chart}\n\n" if len(points) > 1 else "")
+        + table(("step", "loss", "learning rate", "gradient norm"), rows)
+    )
     if report.evaluations:
         text += "\n\nHeld-out rows:\n\n" + table(
             ("step", "loss"), [(p.step, _number(p.loss)) for p in report.evaluations]
         )
     return text
-
-
-def curve(title: str, points: Sequence[tuple[int, float]]) -> str:
-    """Return a Mermaid chart of a value over optimizer steps, at most `CHART_POINTS` of them."""
-    points = thin(points, CHART_POINTS)
-    steps = ", ".join(str(step) for step, _ in points)
-    values = ", ".join(f"{value:.6g}" for _, value in points)
-    return (
-        "```mermaid\nxychart-beta\n"
-        f'    title "{title}"\n'
-        f'    x-axis "optimizer step" [{steps}]\n'
-        f'    y-axis "{title.lower()}"\n'
-        f"    line [{values}]\n```"
-    )
-
-
-def thin(points: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` of `points`, evenly spread, the first and the last among them."""
-    if len(points) <= most:
-        return list(points)
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
 
 
 def _memory(report: TrainReport) -> str:
@@ -230,25 +208,32 @@ def attempts_page(report: TrainReport, decision: str = "") -> str:
 
 
 def attempts_table(report: TrainReport) -> str:
-    """Return the ledger as a table."""
+    """Return the ledger as a table, with the causes below it: a column of them would be a few letters wide."""
     rows = [
         (
             row.number,
             row.state + (f": {row.failure_class}" if row.failure_class else ""),
-            row.cause or None,
             f"{row.from_step} → {row.last_step}",
             row.steps_lost,
             f"{row.seconds:.0f} s",
-            f"{row.gpu_hours:.3f} ({row.gpu_hours_wasted:.3f} wasted)",
+            f"{row.gpu_hours:.3f}",
+            f"{row.gpu_hours_wasted:.3f}",
             None if row.cost is None else f"{row.cost:.2f}",
             _kwh(row.energy_joules),
-            row.evidence or None,
         )
         for row in report.ledger
     ]
-    head = ("attempt", "ended", "cause", "steps", "steps lost", "wall time", "GPU-hours", "cost", "energy",
-            "evidence")  # fmt: skip
-    return table(head, rows) + (f"\n\n{_spent(report.ledger)}" if len(rows) > 1 else "")
+    head = ("attempt", "ended", "steps", "steps lost", "wall time", "GPU-hours", "wasted", "cost", "energy")
+    parts = [table(head, rows)]
+    if len(rows) > 1:
+        parts.append(_spent(report.ledger))
+    causes = [
+        f"- Attempt {row.number}: {row.cause or 'no cause was found'}"
+        + (f" (`{row.evidence}`)" if row.evidence else "")
+        for row in report.ledger
+        if row.failure_class
+    ]
+    return "\n\n".join([*parts, *(["\n".join(causes)] if causes else [])])
 
 
 def _spent(rows: Sequence[Attempt]) -> str:

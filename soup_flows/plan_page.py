@@ -8,16 +8,15 @@ from soup_flows.pages import table
 from soup_flows.sharding import Candidate, ShardingPlan
 from soup_flows.sharding.fit import Fit, FitPoint
 from soup_flows.sharding.words import plan_rows, plan_text
-from soup_flows.units import gib
+from soup_flows.units import gib, ranks
 
-GIB = 1 << 30
 TERMINAL_ROWS = 8
 """Candidates that a terminal shows; the page has all."""
 
 
 def plan_page(plan: ShardingPlan) -> str:
     """Return the page: the plan with its reasons, memory by component, and every candidate with its why-not."""
-    head = f"# Plan: {plan.strategy} on {plan.world_size} rank(s)\n\n{_sentence(plan.reason)}"
+    head = f"# Plan: {plan.strategy} on {ranks(plan.world_size)}\n\n{_sentence(plan.reason)}"
     parts = [head, table(("", "value", "why"), plan_rows(plan))]
     if plan.memory is not None:
         parts.append(_memory(plan))
@@ -26,7 +25,7 @@ def plan_page(plan: ShardingPlan) -> str:
         parts.append(
             f"## Candidates\n\n{count} of {len(plan.candidates)} fit. `cost` is the expected time of an optimizer "
             "step against the chosen one, from a closed form that is good for the order, not for a timetable.\n\n"
-            + table(_HEAD, [_row(c) for c in plan.candidates])
+            + _candidates(plan.candidates)
         )
     if plan.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in plan.notes))
@@ -93,13 +92,24 @@ def _row(c: Candidate) -> tuple[str, ...]:
     )
 
 
+def _candidates(candidates: Sequence[Candidate]) -> str:
+    """Return the table for a page: narrow, so that the reasons have room."""
+    rows = [_HEAD, *(_row(c) for c in candidates)]
+    if not any(c.host_bytes for c in candidates):
+        host = _HEAD.index("host")
+        rows = [(*row[:host], *row[host + 1 :]) for row in rows]
+    head, *cells = [[cell.replace(" GiB", "\u00a0GiB") for cell in row] for row in rows]
+    return table(head, cells)
+
+
 def _memory(plan: ShardingPlan) -> str:
     """Show the prediction by component."""
     memory, room = plan.memory, plan.room
     assert memory is not None
+    both = (memory.load, memory.step)
     names = dict.fromkeys([*memory.load, *memory.step])
     rows = [
-        (name.replace("_", " "), gib(memory.load.get(name, 0), 2), gib(memory.step.get(name, 0), 2))
+        (name.replace("_", " "), *(gib(size, 2) if (size := part.get(name)) else None for part in both))
         for name in names
         if memory.load.get(name) or memory.step.get(name)
     ]
@@ -119,8 +129,9 @@ def _memory(plan: ShardingPlan) -> str:
 
 
 def _parts(sizes: dict[str, int]) -> list[tuple[str, int]]:
-    """Return the components that matter, largest first."""
-    return sorted(((n, s) for n, s in sizes.items() if s >= 0.05 * GIB), key=lambda item: -item[1])
+    """Return the components that are at least a twentieth of the whole, largest first."""
+    least = sum(sizes.values()) / 20
+    return sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda item: -item[1])
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sizes as people read them."""
+"""Sizes and numbers as people read them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ GIB = 1 << 30
 def gib(size: int, digits: int = 1) -> str:
     """Return `size` (bytes) in GiB as text, with `digits` decimals."""
     return f"{size / GIB:.{digits}f} GiB"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 error`, `2 errors`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def ranks(count: int | str) -> str:

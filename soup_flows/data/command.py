@@ -21,6 +21,13 @@ def parser() -> argparse.ArgumentParser:
     words = argparse.ArgumentParser(
         "soup-flows data", description="Report on a data set before it is trained."
     )
+    add_arguments(words)
+    words.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return words
+
+
+def add_arguments(words: argparse.ArgumentParser) -> None:
+    """Add the command's arguments, but for `--json`."""
     words.add_argument("file", metavar="FILE", help="a data file, a folder, a Hub data set or a URL")
     words.add_argument("--tokenizer", metavar="DIR", help="folder of the model or tokenizer; counts tokens")
     words.add_argument(
@@ -32,8 +39,6 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument(
         "--policy", choices=("drop", "refuse"), default="drop", help="what happens to faulty rows"
     )
-    words.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    return words
 
 
 def main(argv: Sequence[str] | None = None) -> int:

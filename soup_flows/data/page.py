@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from soup_flows.charts import CHART
 from soup_flows.data.report import DataReport
 
 _EXAMPLES = 3
@@ -64,7 +65,7 @@ def _lengths(report: DataReport) -> str:
     counts = ", ".join(str(item.rows) for item in report.lengths)
     top = max((item.rows for item in report.lengths), default=1)
     chart = (
-        "```mermaid\nxychart-beta\n"
+        f"{CHART}"
         f'    title "Rows by length in {report.length_unit}"\n'
         f"    x-axis [{names}]\n"
         f'    y-axis "rows" 0 --> {top}\n'

@@ -99,7 +99,7 @@ def _why_not(case: Case, candidate: Candidate, best: Candidate) -> str:
         return excluded
     change = candidate.cost.total / best.cost.total - 1
     if change >= -0.005:
-        return f"a step is expected to take {change:.0%} longer" if change >= 0.005 else "no cheaper"
+        return f"expected {change:.0%} slower" if change >= 0.005 else "no cheaper"
     if LEVELS[candidate.strategy] > LEVELS[best.strategy]:
         return f"more sharding, and expected to save only {-change:.0%} of a step"
     return f"fewer GPUs, and expected to save only {-change:.0%} of a step"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from soup_flows.charts import curve
 from soup_flows.errors import refuse
 from soup_flows.hardware.values import Gpu
 from soup_flows.launch.devices import choose, gpu_devices
@@ -48,10 +50,31 @@ def test_page_has_curves_ranks_and_names_the_straggler() -> None:
     assert state.stragglers() == [2]
     page = live_page(state)
     assert page.count("```mermaid") == 2
-    assert len(page.split("x-axis", 1)[1].split("]")[0].split(",")) == 40
+    assert len(page.split("line [", 1)[1].split("]")[0].split(",")) == 40
+    assert 'x-axis "optimizer step" 1 --> 199' in page
     assert "rank 2" in page
     assert page.count("straggler") == 1
     assert "1.00 GiB" in page
+
+
+def test_charts_hold_numbers_that_mermaid_reads() -> None:
+    """Mermaid's grammar knows no exponents: `1e-05` is "Failed to render", and one point is an empty chart."""
+    chart = curve("Learning rate", [(1, 0.0), (2, 1e-5), (3, 2.5e-7), (4, 12345678.0)])
+    line = chart.split("line [", 1)[1].split("]")[0].split(", ")
+    assert line == ["0", "0.00001", "0.00000025", "12345700"]
+    assert all(re.fullmatch(r"[+-]?(?:\d+(?:\.\d+)?|\.\d+)", number) for number in line)
+    state = LiveState()
+    state.update([{"kind": "metrics", "rank": 0, "step": 1, "loss": 3.0, "learning_rate": 1e-5}])
+    assert "mermaid" not in live_page(state)
+
+
+def test_an_attempt_that_ended_is_not_shown_as_training() -> None:
+    state = LiveState()
+    state.update([{"kind": "data", "total_steps": 100}, *(step(r, 7) for r in (0, 1))])
+    assert live_page(state).startswith("# Training: step 7 of 100")
+    state.ended_early = True
+    title = live_page(state).splitlines()[0]
+    assert title == "# Ended early: step 7 of 100, 400 tokens/s"
 
 
 def test_equal_ranks_have_no_straggler() -> None:

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "soup_flows"
 # Each may import only what stands before it.
 CORE = (
     "units",
+    "charts",
     "errors",
     "other_words",
     "user_file",
@@ -79,6 +80,7 @@ SHELL = {
     "artifacts",
     "blocks",
     "cli",
+    "cli_completion",
     "cli_plan",
     "cli_runs",
     "attempt",

@@ -67,7 +67,7 @@ def test_a_missing_end_token_is_said(write, tokenizer) -> None:
 def test_page_cannot_be_broken_by_the_data(write, tokenizer) -> None:
     rows = [*ROWS, {"instruction": "q", "output": ["<img src=x>", "a|b", "[x](http://y)"]}]
     text = markdown(report_on(write(rows), tokenizer))
-    assert "```mermaid\nxychart-beta" in text
+    assert "```mermaid\n%%{init" in text
     assert "&lt;img src=x&gt;" in text
     assert "<img" not in text
     assert r"\[x\](http://y)" in text

@@ -28,8 +28,8 @@ GENEROUS_S = 300
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with Site.start() as site:
+def site(site_type: type[Site]) -> Iterator[Site]:
+    with site_type.start() as site:
         yield site
 
 

@@ -55,9 +55,9 @@ def told() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 @pytest.fixture(scope="module")
-def site(told: tuple[str, list[dict[str, Any]]]) -> Iterator[Site]:
+def site(told: tuple[str, list[dict[str, Any]]], site_type: type[Site]) -> Iterator[Site]:
     """A server with everything deployed to the pool of the worker, with short limits."""
-    with Site.start() as site:
+    with site_type.start() as site:
         body = {"subject": "{{subject}}", "body": "{{body}}"}
         hook = CustomWebhookNotificationBlock(
             name="hook", url=told[0], json_data=body, allow_private_urls=True

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def wait_for(url: str, started: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
-def test_deployment_run_ends_with_a_model(tmp_path: Path) -> None:
+def test_deployment_run_ends_with_a_model(tmp_path: Path, new_database: Callable[[], dict[str, str]]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -67,6 +67,7 @@ def test_deployment_run_ends_with_a_model(tmp_path: Path) -> None:
         "PREFECT_API_URL": api,
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     }
+    env |= new_database()
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
     log, prefect = tmp_path / "log", [sys.executable, "-m", "prefect"]
 

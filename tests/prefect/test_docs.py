@@ -33,10 +33,18 @@ def test_soup_flows_commands_parse(page: str) -> None:
     # "`soup-flows stop` does ..." names a command and is none.
     lines = [line for line in lines_of(page, "soup-flows") if "..." not in line and len(line) > 2]
     for _, *argv in lines:
-        if argv[0] == "data":
-            continue
         if "--help" not in argv:
             cli._parser().parse_args(argv)
+
+
+def test_pictures_are_there_and_small() -> None:
+    shown = set()
+    for page in [*PAGES, *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*/*.md"))]:
+        for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / page).read_text(encoding="utf-8")):
+            file = (ROOT / page).parent / link
+            assert file.stat().st_size < 150_000, (page, link)
+            shown.add(file.resolve())
+    assert shown == set((ROOT / "docs" / "images").glob("*"))
 
 
 def deployed() -> dict[str, dict[str, Any]]:
