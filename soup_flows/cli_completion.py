@@ -15,7 +15,19 @@ COMPLETION_TEXT = (
 
 _FOLDERS = frozenset(("output_dir", "run_dir", "output", "tokenizer", "model"))
 _FILES = frozenset(
-    ("file", "dataset", "deepspeed_config", "spec", "accelerate_config", "hardware", "checkpoint")
+    (
+        "file",
+        "dataset",
+        "deepspeed_config",
+        "spec",
+        "accelerate_config",
+        "hardware",
+        "checkpoint",
+        "from_soup",
+        "from_axolotl",
+        "from_llama_factory",
+        "save",
+    )
 )
 
 

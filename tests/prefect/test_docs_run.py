@@ -28,6 +28,14 @@ MACHINE = ["--hardware", "machine.json"]
 ASKED = ["--model", "./llama", "--dataset", "rows.jsonl"]
 """Added where a page's text leaves out what is planned."""
 
+ACCELERATE = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+num_machines: 1
+fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}
+"""
+
 # Command, what is added to it here, its exit codes, and words that it prints.
 RUN: dict[str, tuple[list[str], set[int], tuple[str, ...]]] = {
     "soup-flows doctor": ([], {0, 1}, ("CPU cores", "host memory", "shared memory")),
@@ -57,6 +65,27 @@ RUN: dict[str, tuple[list[str], set[int], tuple[str, ...]]] = {
         [],
         {0},
         ("8 × cuda", "why not"),
+    ),
+    "soup-flows plan --from-soup soup.yaml": ([*MACHINE, *ASKED], {0}, ("taken over", "lora.r = 64")),
+    "soup-flows plan --from-soup soup.yaml --deepspeed zero3 --gpus 4": (
+        [*MACHINE, *ASKED],
+        {0},
+        ("training.num_train_epochs = 3", "the preset you named", "4 × cuda"),
+    ),
+    "soup-flows plan --from-axolotl config.yml --gpus 8 --gpu h100-80gb": (
+        ASKED,
+        {0},
+        ("taken over", "8 × cuda"),
+    ),
+    "soup-flows plan --from-llama-factory sft.yaml --gpus 4 --save spec.yaml": (
+        [*MACHINE, *ASKED],
+        {0},
+        ("taken over", "4 × cuda", "the same as a spec"),
+    ),
+    "soup-flows plan --accelerate-config accelerate.yaml --model ./llama --dataset rows.jsonl": (
+        MACHINE,
+        {0},
+        ("full_shard", "8 × cuda"),
     ),
     "soup-flows data rows.jsonl --tokenizer ./llama --max-length 2048": (
         [],
@@ -90,6 +119,12 @@ ELSEWHERE = {
     "soup-flows plan --model ./llama --dataset rows.jsonl --deepspeed zero3 --gpu h100-80gb --gpus 8 --rehearse": (
         "starts ranks; tests/training/test_rehearse.py::test_plan_rehearses_a_good_run_and_leaves_nothing"
     ),
+    "soup-flows plan --trace": "imports torch; tests/training/test_trace.py::test_trace_and_closed_form_agree",
+    "soup-flows train --spec spec.yaml": (
+        "trains; tests/core/test_plan_command.py::test_a_config_of_another_tool_gives_the_plan_of_the_same_spec plans from one"
+    ),
+    "soup-flows train --spec FILE": "the same",
+    "python -m soup_flows.migrate": "tests/core/test_migrate.py::test_the_page_is_current",
     "soup-flows diagnose RUN_DIR": "tests/drills/test_processes.py::test_the_command_prints_one_object",
     "soup-flows drill all": "takes minutes; tests/drills/test_training.py::test_a_drill_ends_with_the_right_class",
     "soup-flows drill NAME ...": "tests/drills/test_processes.py::test_the_command_prints_one_object",
@@ -178,6 +213,14 @@ def folder(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     here = {"torch_cuda": "12.8", "cpu_cores": 64}  # the rest of that machine, as far as the rules look at it
     recorded = detect("auto", ["."], probe, environ={}).model_copy(update=here)
     (folder / "machine.json").write_text(json.dumps({"hardware": recorded.model_dump(mode="json")}))
+    for name, file in (
+        ("soup", "soup_lora.yaml"),
+        ("config", "axolotl_lora.yml"),
+        ("sft", "llama_factory_lora.yaml"),
+    ):
+        source = DATA / "migrate" / file
+        shutil.copy(source, folder / (name + source.suffix))
+    (folder / "accelerate.yaml").write_text(ACCELERATE)
     return folder
 
 

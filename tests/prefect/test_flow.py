@@ -147,8 +147,9 @@ def test_a_run_is_rehearsed_before_it_is_launched(
     assert "has the same loss" in found["soup-train-validation"]
     assert "has the same loss" in found["soup-train-report"]
 
-    broken = changed_model(values["model"], tmp_path / "model", attention_dropout=1.5)
-    values |= {"model": str(broken), "output_dir": str(tmp_path / "bad")}
+    broken = changed_model(values["model"], tmp_path / "model", vocab_size=100)
+    quick = {"rehearse": True, "deep": False}  # the deep look would find the tokenizer of another model, too
+    values |= {"model": str(broken), "output_dir": str(tmp_path / "bad"), "validation": quick}
     state = soup_train(**values, return_state=True)
     assert state.is_failed()
     assert "RH003" in (state.message or "")
