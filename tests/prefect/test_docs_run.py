@@ -121,7 +121,8 @@ ELSEWHERE = {
     ),
     "soup-flows plan --trace": "imports torch; tests/training/test_trace.py::test_trace_and_closed_form_agree",
     "soup-flows train --spec spec.yaml": (
-        "trains; tests/core/test_plan_command.py::test_a_config_of_another_tool_gives_the_plan_of_the_same_spec plans from one"
+        "trains; one is planned from in "
+        "tests/core/test_plan_command.py::test_a_config_of_another_tool_gives_the_plan_of_the_same_spec"
     ),
     "soup-flows train --spec FILE": "the same",
     "python -m soup_flows.migrate": "tests/core/test_migrate.py::test_the_page_is_current",
