@@ -208,10 +208,30 @@ def stale_lock(run: Context) -> Iterator[Found]:
 def shared_extensions(run: Context) -> Iterator[Found]:
     """Operators that are compiled in a folder on a network file system."""
     if builds_operator(run) and run.plan.world_size > 1:
-        folder = _extension_folder(run)
-        found = disk(folder, Path("/"))
-        if found and found.filesystem.split(".")[0] in NETWORK:
-            yield Found(f"{folder} is on {found.filesystem}")
+        yield from _on_network(_extension_folder(run))
+
+
+def _on_network(folder: Path) -> Iterator[Found]:
+    found = disk(folder, Path("/"))
+    if found and found.filesystem.split(".")[0] in NETWORK:
+        yield Found(f"{folder} is on {found.filesystem}")
+
+
+@rule(
+    "EN027",
+    "warning",
+    "launcher",
+    "every rank compiles into it and waits for its locks; DeepSpeed warns of hangs at the end",
+    fix="set TRITON_CACHE_DIR to a folder on a local disk",
+    source="deepspeed/ops/transformer/inference/triton/matmul_ext.py, is_nfs_path",
+    versions=DEEPSPEED,
+    local=True,
+)
+def shared_triton(run: Context) -> Iterator[Found]:
+    """Triton's cache on a network file system, under DeepSpeed on GPUs."""
+    if run.plan.engine == "deepspeed" and run.plan.device == "cuda" and run.plan.world_size > 1:
+        home = run.environ.get("TRITON_HOME") or f"{run.environ.get('HOME', '~')}/.triton"
+        yield from _on_network(Path(run.environ.get("TRITON_CACHE_DIR") or home).expanduser())
 
 
 @rule(

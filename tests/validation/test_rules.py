@@ -33,6 +33,7 @@ INSTALLATION = {
     "EN010",
     "EN011",
     "EN026",
+    "EN027",
 }
 """Rules about what is installed here: tested one by one below."""
 
@@ -209,16 +210,17 @@ def test_rows_that_kto_cannot_compare(tmp_path: Path) -> None:
     assert not BY_ID["DA013"].apply(run(tmp_path / "labels", spec=asked, rows=labels))
 
 
-def test_extensions_on_a_network_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rule_id", ["EN009", "EN027"])
+def test_caches_on_a_network_disk(rule_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from soup_flows.hardware.values import Disk
     from soup_flows.validation import environment
 
     context = run(
         tmp_path, spec={"deepspeed": "zero2_offload"}, environ={"HOME": str(tmp_path)}, on=machine()
     )
-    assert not BY_ID["EN009"].apply(context)
+    assert not BY_ID[rule_id].apply(context)
     nfs = Disk(path="/home", total_bytes=1, free_bytes=1, filesystem="nfs4")
     monkeypatch.setattr(
         environment, "disk", lambda *_: nfs
     )  # no network file system can be mounted in a test
-    assert BY_ID["EN009"].apply(context)
+    assert BY_ID[rule_id].apply(context)
