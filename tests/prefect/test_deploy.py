@@ -51,6 +51,7 @@ def nightly(client: SyncPrefectClient) -> tuple[Any, DeploymentSchedule]:
 
 
 @pytest.mark.server
+@pytest.mark.usefixtures("nothing_deployed")
 def test_everything_is_there_and_twice_is_once(client: SyncPrefectClient, pool: str) -> None:
     request = DeployRequest(pool=pool, automations=True)
     shown = deploy(request, dry_run=True)
@@ -135,6 +136,7 @@ def test_the_server_takes_the_other_templates(client: SyncPrefectClient, pool: s
 
 
 @pytest.mark.server
+@pytest.mark.usefixtures("nothing_deployed")
 def test_a_notification_block_has_to_be_there(client: SyncPrefectClient, pool: str) -> None:
     with pytest.raises(Refused, match="no block 'slack-webhook/ops'"):
         deploy(DeployRequest(pool=pool, automations=True, notify="slack-webhook/ops"))

@@ -256,8 +256,9 @@ def test_a_command_does_what_the_page_says(
 
 
 @pytest.mark.server
+@pytest.mark.usefixtures("nothing_deployed")
 def test_the_deploy_commands(
-    prefect_server: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of their length: what is shown first, what is done later."""
     from prefect.blocks.notifications import SlackWebhook
