@@ -56,10 +56,19 @@ UNSUPPORTED = {
     "mpirun_config": "starting through mpirun is not supported",
     "parallelism_config": "tensor, context and sequence parallelism are not supported",
     **dict.fromkeys(
-        ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "downcast_bf16"),
+        (
+            "tpu_name",
+            "tpu_zone",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "tpu_vm",
+            "tpu_env",
+            "downcast_bf16",
+            "command_file",
+            "commands",
+        ),
         "TPUs are not supported",
     ),
-    **dict.fromkeys(("command_file", "commands"), "TPUs are not supported"),
     "dynamo_config": "torch.compile is not supported",
     "dynamo_backend": "torch.compile is not supported",
 }

@@ -127,10 +127,18 @@ def activations(model: Architecture, setup: Setup) -> Activations:
     )
 
 
+def pieces_from(hidden_size: int, head_is_trained: bool) -> float:
+    """Return the tokens from which the loss in pieces takes less memory than whole logits.
+
+    A trained head's gradient exists beside the pieces, in fp32: 4 bytes times vocabulary times hidden size, against
+    about 12 bytes times vocabulary for each token of whole logits.
+    """
+    return hidden_size / 3 if head_is_trained else 0
+
+
 def in_pieces(model: Architecture, setup: Setup) -> bool:
-    """Whether the loss is made in pieces, which `training.loss.worth_it_from` leaves to batches that are large."""
-    least = model.hidden_size / 3 if setup.method == "full" else 0
-    return setup.loss == "pieces" and setup.tokens >= least
+    """Whether the loss is made in pieces."""
+    return setup.loss == "pieces" and setup.tokens >= pieces_from(model.hidden_size, setup.method == "full")
 
 
 def logit_bytes(model: Architecture, setup: Setup) -> float:
@@ -145,9 +153,9 @@ def logit_bytes(model: Architecture, setup: Setup) -> float:
         return chunk * vocab * 10 + head_gradient
     if setup.bytes_per_logit is None and in_pieces(model, setup):
         # fp32 logits of a piece and their log-softmax, then its slope and its share of the head's fp32 gradient
-        piece = min(tokens * vocab, PIECE_ELEMENTS) * 8
+        piece = min(tokens * vocab, PIECE_ELEMENTS)
         gradient = vocab * hidden if setup.method == "full" else 0
-        return max(piece, piece / 8 * setup.element + setup.element * gradient) + 4 * gradient
+        return max(8 * piece, setup.element * (piece + gradient)) + 4 * gradient
     if setup.bytes_per_logit is None and setup.loss == "chunked":
         return min(tokens, CHUNK_ROWS) * vocab * CHUNK_LOGIT_BYTES + head_gradient
     each = LOGIT_BYTES[setup.loss] if setup.bytes_per_logit is None else setup.bytes_per_logit

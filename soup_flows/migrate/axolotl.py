@@ -22,7 +22,7 @@ from soup_flows.migrate.convert import (
     target_modules,
     yes,
 )
-from soup_flows.migrate.engine import engine
+from soup_flows.migrate.engine import SHARD, WRAP, engine
 from soup_flows.migrate.parts import batch, checkpoints, dtype, evaluations, tracking, warmup
 from soup_flows.migrate.reading import Reading
 from soup_flows.migrate.rows import axolotl_rows
@@ -42,12 +42,6 @@ WARM = Part(("training.warmup_ratio",), "a share of the steps; a number of steps
 SAVES = Part(("recovery.save_steps",), "steps; `no` is 0; a number a pass is not known beforehand")
 EVALS = Part(("training.eval_steps",), "steps; a number a pass is not known beforehand")
 FORMAT = Part(("training.dtype",), "the one that is true; auto is auto; none is fp32")
-WRAP = Part(
-    ("deepspeed", "deepspeed_config", "strategy"), "a JSON that is here, else the preset for its name"
-)
-SHARD = Part(
-    ("fsdp", "strategy", "training.gradient_checkpointing"), "the preset for its sharding and off-load"
-)
 ROWS = Part(("dataset", "training.task"), "path, split, revision and data_files of one data set")
 HELD = Part(("data.eval_dataset",), "path, split, revision and data_files of one data set")
 TRACK = Part(("training.report_to",), "a tracker whose key is written")

@@ -10,10 +10,16 @@ from soup_flows.accelerate_config import fsdp_settings
 from soup_flows.accelerate_keys import FSDP_KEYS
 from soup_flows.errors import nearest
 from soup_flows.migrate.reading import Reading
-from soup_flows.migrate.values import NotTaken
+from soup_flows.migrate.values import NotTaken, Part
 
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
 BLOCK, VERSION = "fsdp_config", "fsdp_version"
+WRAP = Part(
+    ("deepspeed", "deepspeed_config", "strategy"), "a JSON that is here, else the preset for its name"
+)
+SHARD = Part(
+    ("fsdp", "strategy", "training.gradient_checkpointing"), "the preset for its sharding and off-load"
+)
 WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"}
 WORDS |= {"hybrid_shard": "HYBRID_SHARD"}
 IGNORED = ("auto_wrap", "")

@@ -23,7 +23,7 @@ from soup_flows.migrate.convert import (
     trackers,
     yes,
 )
-from soup_flows.migrate.engine import engine
+from soup_flows.migrate.engine import SHARD, WRAP, engine
 from soup_flows.migrate.llama_factory_without import WITHOUT
 from soup_flows.migrate.parts import batch, checkpoints, dtype, evaluations, warmup
 from soup_flows.migrate.reading import Reading
@@ -44,12 +44,6 @@ WARM = Part(
 SAVES = Part(("recovery.save_steps",), "steps; `no` is 0; once a pass is not known beforehand")
 EVALS = Part(("training.eval_steps",), "steps; once a pass is not known beforehand")
 FORMAT = Part(("training.dtype",), "the one that is true; fp32 where none is, or nothing is written")
-WRAP = Part(
-    ("deepspeed", "deepspeed_config", "strategy"), "a JSON that is here, else the preset for its name"
-)
-SHARD = Part(
-    ("fsdp", "strategy", "training.gradient_checkpointing"), "the preset for its sharding and off-load"
-)
 ROWS = Part(("dataset", "data.eval_dataset"), "the file that dataset_info.json names; one data set")
 
 SHIPPED = {

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from soup_flows.memory.activations import PIECE_ELEMENTS as GPU_PIECE_ELEMENTS
+from soup_flows.memory.activations import pieces_from
 
 PIECE_ELEMENTS = {"cpu": 2**21, "cuda": GPU_PIECE_ELEMENTS}
 """Logits that exist at once: 8 MB and 256 MB in fp32; smaller pieces make slower products."""
@@ -115,15 +116,11 @@ def has_plain_head(model: Any) -> bool:
 
 
 def worth_it_from(model: Any) -> float:
-    """Return the positions from which the loss in pieces takes less memory than whole logits; infinite for never.
-
-    A trained head's gradient exists beside the pieces, in fp32: 4 bytes times vocabulary times hidden size, against
-    about 12 bytes times vocabulary for each position of whole logits.
-    """
+    """Return the positions from which the loss in pieces takes less memory than whole logits; infinite for never."""
     if not has_plain_head(model):
         return math.inf
     trained = model.get_output_embeddings().weight.requires_grad
-    return model.config.get_text_config().hidden_size / 3 if trained else 0
+    return pieces_from(model.config.get_text_config().hidden_size, trained)
 
 
 @contextlib.contextmanager
