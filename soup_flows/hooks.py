@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.artifacts import load_run_config
+from soup_flows.attempt import engine, running_elsewhere
 from soup_flows.diagnose import diagnose
 from soup_flows.launch.outcome import tails
 from soup_flows.launch.proc import marked
-from soup_flows.launch.run import sweep
+from soup_flows.launch.supervised import sweep
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport, read_attempt
 
@@ -40,10 +41,22 @@ def sweep_run(flow: Any, flow_run: Any, state: Any) -> None:
         if swept:
             logger.warning("run %s: ended %d processes that nobody supervised", run_id, len(swept))
         paths = _paths(flow_run)
+        if paths is not None and state.is_cancelled():
+            _cancel_elsewhere(paths)
         if paths is not None and set(marked(run_id)) <= set(marked(run_id, before=when)):
             _write_end(paths, f"{state.name} in Prefect; {len(swept)} processes had to be swept")
     except Exception:
         logger.warning("the sweep of run %s failed", run_id, exc_info=True)
+
+
+def _cancel_elsewhere(paths: RunPaths) -> None:
+    """End a job that outlived the flow; a crashed flow's job stays, and the flow's next start attaches to it."""
+    launch = running_elsewhere(paths)
+    if launch is not None:
+        found = engine(launch)
+        handle = found.attach(paths)
+        if handle is not None:
+            found.cancel(handle, "the run was cancelled in Prefect")
 
 
 def _paths(flow_run: Any) -> RunPaths | None:
