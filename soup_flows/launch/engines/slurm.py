@@ -23,12 +23,15 @@ from soup_flows.launch.engines.slurm_text import (
     HANDLE,
     LOG,
     SCRIPT,
+    SINFO_FORMAT,
     Job,
+    NodeGroup,
     batch_script,
     command_environment,
     first_line,
     parse_sacct,
     parse_scontrol,
+    parse_sinfo,
     parse_squeue,
 )
 from soup_flows.launch.events import last_lines
@@ -164,6 +167,8 @@ class SlurmEngine:
             # The hosts saw a signal of Slurm and cannot know whose wish it was.
             receipt |= {"reason": "stopped", "detail": reason, "scheduler": None}
         self._receipt = receipt
+        for config in handle.paths.temp.glob("*config*.json"):  # a host that went away could not
+            config.unlink(missing_ok=True)
         attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(attempt.receipt, receipt)
         return receipt
@@ -205,6 +210,24 @@ class SlurmEngine:
         handle = Handle(engine="slurm", run_id=paths.root.name, run_dir=str(paths.root), job=job)
         write_json(paths.root / HANDLE, handle.model_dump())
         return handle
+
+
+def partitions(names: str | None) -> list[NodeGroup] | None:
+    """Return the machines of the partitions that a job may use; None if Slurm does not say.
+
+    Args:
+        names: comma-separated partitions; None for the cluster's default.
+    """
+    asked = [f"--partition={names}"] if names else []
+    try:
+        done = _call("sinfo", "--noheader", f"--format={SINFO_FORMAT}", *asked)
+    except Unanswered:
+        return None
+    if done.returncode != 0:
+        return None
+    found = parse_sinfo(done.stdout)
+    default = {group.partition.rstrip("*") for group in found if group.partition.endswith("*")}
+    return found if names or not default else [g for g in found if g.partition.rstrip("*") in default]
 
 
 def _script(launch: LaunchPlan) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from soup_flows.launch.engines import State
@@ -112,6 +112,7 @@ class NodeGroup:
     """Machines of one partition that are alike, as `sinfo` counts them."""
 
     partition: str
+    """Its name, with `*` after it for the cluster's default."""
     nodes: int
     cpus: int
     memory_mib: int
@@ -120,11 +121,11 @@ class NodeGroup:
     """Longest job in minutes; None without a limit."""
 
 
-SINFO_FORMAT = "%R|%D|%c|%m|%G|%l"
+SINFO_FORMAT = "%P|%D|%c|%m|%G|%l"
 
 
 def parse_sinfo(text: str) -> list[NodeGroup]:
-    """Read `sinfo --noheader --format=%R|%D|%c|%m|%G|%l`; lines that cannot be read are left out."""
+    """Read `sinfo --noheader --format=%P|%D|%c|%m|%G|%l`; lines that cannot be read are left out."""
     groups = []
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -150,6 +151,52 @@ def minutes(limit: str) -> int | None:
         return None
     days, hours, mins, _ = (int(part or 0) for part in match.groups())
     return days * 1440 + hours * 60 + mins
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a job asks of each of its machines."""
+
+    nodes: int
+    gpus: int = 0
+    cpus: int = 1
+    memory_mib: int = 0
+    time_min: int | None = None
+
+
+def why_infeasible(groups: Sequence[NodeGroup], wanted: Wanted) -> str:
+    """Say why no partition could ever run a job; empty if one could, or if nothing is known.
+
+    Args:
+        groups: machines of the partitions that the job may use.
+        wanted: the job.
+    """
+    if not groups:
+        return "there is no such partition"
+    best = 0
+    for partition in dict.fromkeys(group.partition for group in groups):
+        fit = [
+            group.nodes
+            for group in groups
+            if group.partition == partition
+            and group.gpus >= wanted.gpus
+            and group.cpus >= wanted.cpus
+            and group.memory_mib >= wanted.memory_mib
+            and (wanted.time_min is None or group.limit_min is None or wanted.time_min <= group.limit_min)
+        ]
+        best = max(best, sum(fit))
+    if best >= wanted.nodes:
+        return ""
+    asked = [f"{wanted.gpus} GPU(s)"] if wanted.gpus else []
+    asked += (
+        [f"{wanted.cpus} core(s)", f"{wanted.memory_mib} MiB"]
+        if wanted.memory_mib
+        else [f"{wanted.cpus} core(s)"]
+    )
+    asked += [f"{wanted.time_min} min"] if wanted.time_min else []
+    return (
+        f"{wanted.nodes} machine(s) with {', '.join(asked)} are asked for, and at most {best} can give that"
+    )
 
 
 def options(launch: LaunchPlan) -> list[str]:
