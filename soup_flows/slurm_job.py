@@ -162,12 +162,18 @@ def end(paths: RunPaths) -> int:
         write_json(attempt.receipt, receipt)
     if finished(attempt):
         return 0
-    if _leaving(paths).exists() and receipt.get("reason") == "exited" and (step := _new_step(attempt)):
-        words = f"the time limit of the job came near; saved at step {step}"
-        write_json(attempt.receipt, receipt | {"reason": "preempted", "detail": words})
-        done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
-        if done.returncode == 0:
-            signal.pause()  # Slurm ends this process
+    if not _leaving(paths).exists() or receipt.get("reason") != "exited":
+        return 1
+    step = _new_step(attempt)
+    if step is None:
+        words = "the time limit of the job came near before a new step was saved"
+        write_json(attempt.receipt, receipt | {"reason": "timeout", "detail": words})
+        return 1
+    words = f"the time limit of the job came near; saved at step {step}"
+    write_json(attempt.receipt, receipt | {"reason": "preempted", "detail": words})
+    done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+    if done.returncode == 0:
+        signal.pause()  # Slurm ends this process
     return 1
 
 

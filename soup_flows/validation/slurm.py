@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
-from soup_flows.launch.engines.slurm import partitions
+from soup_flows.launch.engines.slurm_commands import partitions
 from soup_flows.launch.engines.slurm_text import Wanted, why_infeasible
 from soup_flows.launch.plan import PASSED_SECRETS
 from soup_flows.slurm_settings import SlurmSettings

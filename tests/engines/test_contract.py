@@ -81,13 +81,8 @@ def test_an_exception_is_told_in_its_own_words_and_rank(name: str, light: Light)
     assert "seventeen sheep" in verdict.cause
     assert "rank 1" in verdict.cause
     assert verdict.failure_class == "code_error"
-    assert any("seventeen sheep" in line.text for line in found.logs(_handle(found, light), 400))
-
-
-def _handle(found: object, light: Light) -> Handle:
-    return Handle(
-        engine=getattr(found, "name", "local"), run_id=light.run_id, run_dir=str(light.paths.root), job="0"
-    )
+    handle = Handle(engine=plan.engine, run_id=light.run_id, run_dir=str(light.paths.root), job="0")
+    assert any("seventeen sheep" in line.text for line in found.logs(handle, 400))
 
 
 def test_submitting_twice_starts_once(name: str, light: Light) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,19 +18,14 @@ from pydantic import ValidationError
 
 from soup_flows.errors import Problem, refuse
 from soup_flows.launch.engines import Handle, LogLine, Status, finished, read_logs
+from soup_flows.launch.engines.slurm_commands import ANSWER_S, KILL_WAIT_S, Unanswered, alive, ask, call
 from soup_flows.launch.engines.slurm_text import (
     HANDLE,
     LOG,
     SCRIPT,
-    SINFO_FORMAT,
     Job,
-    NodeGroup,
     batch_script,
-    command_environment,
     first_line,
-    parse_sacct,
-    parse_scontrol,
-    parse_sinfo,
     parse_squeue,
 )
 from soup_flows.launch.events import last_lines
@@ -40,23 +34,16 @@ from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.lent import run_environment
 from soup_flows.paths import RunPaths, write_atomic, write_json
 
-ANSWER_S = 30.0
-"""Longest wait for one of Slurm's commands."""
 ASK_EVERY_S = 5.0
 """Seconds between two questions about a job; sites ask for few (`man 1 squeue`, PERFORMANCE)."""
-KILL_WAIT_S = 120.0
-"""Seconds beyond the stop budget that a cancelled job gets: KillWait is 30 s by default (`man 5 slurm.conf`)."""
 SETTLE_S = 2.0
-"""Seconds after which an end is believed, since a job that is started again passes through one, and shared
-storage may show the result late."""
+"""Seconds after which an end is believed, since a job that is started again passes through one."""
+LATE_S = 90.0
+"""The same for a job that says it finished: NFS may show a new file a minute late (`man 5 nfs`, acdirmax)."""
 
 ENDS_OF_SLURM = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "PREEMPTED": "preempted", "NODE_FAIL": "node_lost",
                  "BOOT_FAIL": "node_lost", "OUT_OF_MEMORY": "host_oom", "CANCELLED": "stopped"}  # fmt: skip
 """Job state to the reason of a receipt, for an attempt that could leave none itself."""
-
-
-class Unanswered(Exception):
-    """Slurm did not answer; nothing is known about the job."""
 
 
 class SlurmEngine:
@@ -78,7 +65,7 @@ class SlurmEngine:
     def check(self, launch: LaunchPlan) -> list[Problem]:
         """Ask Slurm whether it would ever start the job (`sbatch --test-only`)."""
         try:
-            done = _call("sbatch", "--test-only", text=_script(launch))
+            done = call("sbatch", "--test-only", text=_script(launch))
         except Unanswered as error:
             return [_problem("ENGINE002", str(error), "submit on a machine that has Slurm's commands")]
         if done.returncode == 0:
@@ -88,13 +75,13 @@ class SlurmEngine:
 
     def submit(self, launch: LaunchPlan) -> Handle:
         """Submit the job; one of this run that is queued or running is returned instead."""
-        alive = self.attach(launch.paths)
-        if alive is not None:
-            return alive
+        running = self.attach(launch.paths)
+        if running is not None:
+            return running
         self._last = self._receipt = self._ended_at = None
         script = write_atomic(launch.paths.root / SCRIPT, _script(launch))
         try:
-            done = _call("sbatch", "--parsable", str(script))
+            done = call("sbatch", "--parsable", str(script))
         except Unanswered as error:
             raise refuse("ENGINE002", "launcher.engine", str(error), "see `scontrol ping`") from None
         job = done.stdout.strip().split(";")[0]
@@ -109,13 +96,13 @@ class SlurmEngine:
         """Find the run's job by the handle in its directory, else by its name, which is the run id."""
         known = _kept(paths)
         try:
-            if known is not None and _alive(known.job):
+            if known is not None and alive(known.job):
                 return known
-            done = _call("squeue", "--noheader", "--me", f"--name={paths.root.name}", "--format=%i|%T")
-            alive = [job for job in parse_squeue(done.stdout) if _alive(job)]
+            done = call("squeue", "--noheader", "--me", f"--name={paths.root.name}", "--format=%i|%T")
+            found = [job for job in parse_squeue(done.stdout) if alive(job)]
         except Unanswered:
             return None
-        return self._keep(paths, alive[-1]) if alive else None
+        return self._keep(paths, found[-1]) if found else None
 
     def status(self, handle: Handle, within_s: float = 0.0) -> Status:
         """Ask Slurm from time to time; whether an ended job succeeded is read from the run directory."""
@@ -126,7 +113,7 @@ class SlurmEngine:
         self._ask_at = now + self._ask_every_s
         before = self._last or Status(state="QUEUED", attempt=_attempt(handle))
         try:
-            self._job = _ask(handle.job)
+            self._job = ask(handle.job)
         except Unanswered as error:
             return before.model_copy(update={"reason": str(error)})
         found = self._judge(handle)
@@ -134,7 +121,8 @@ class SlurmEngine:
             self._ended_at = None
         else:
             self._ended_at = self._ended_at or now
-            if now - self._ended_at < SETTLE_S:
+            late = self._job is not None and self._job.state == "COMPLETED"
+            if now - self._ended_at < (LATE_S if late else SETTLE_S):
                 self._ask_at = now
                 return before
         self._last = found
@@ -163,6 +151,8 @@ class SlurmEngine:
             self._scancel(handle)
         attempt = handle.paths.attempt(_attempt(handle))
         receipt = collect_receipts(attempt) or self._receipt_without_hosts(handle)
+        if not reason and self._job is not None and self._job.state == "CANCELLED":
+            reason = f"somebody cancelled Slurm job {handle.job}"
         if reason and not finished(attempt):
             # The hosts saw a signal of Slurm and cannot know whose wish it was.
             receipt |= {"reason": "stopped", "detail": reason, "scheduler": None}
@@ -179,8 +169,8 @@ class SlurmEngine:
         told = False
         while time.monotonic() < end:
             try:
-                told = told or _call("scancel", handle.job).returncode == 0
-                self._job = _ask(handle.job)
+                told = told or call("scancel", handle.job).returncode == 0
+                self._job = ask(handle.job)
             except Unanswered:
                 pass
             else:
@@ -212,24 +202,6 @@ class SlurmEngine:
         return handle
 
 
-def partitions(names: str | None) -> list[NodeGroup] | None:
-    """Return the machines of the partitions that a job may use; None if Slurm does not say.
-
-    Args:
-        names: comma-separated partitions; None for the cluster's default.
-    """
-    asked = [f"--partition={names}"] if names else []
-    try:
-        done = _call("sinfo", "--noheader", f"--format={SINFO_FORMAT}", *asked)
-    except Unanswered:
-        return None
-    if done.returncode != 0:
-        return None
-    found = parse_sinfo(done.stdout)
-    default = {group.partition.rstrip("*") for group in found if group.partition.endswith("*")}
-    return found if names or not default else [g for g in found if g.partition.rstrip("*") in default]
-
-
 def _script(launch: LaunchPlan) -> str:
     return batch_script(launch, os.getcwd(), run_environment())
 
@@ -251,58 +223,3 @@ def _attempt(handle: Handle) -> int:
         return int(json.loads(handle.paths.launch.read_text())["attempt"])
     except (OSError, ValueError, KeyError, TypeError):
         return 1
-
-
-def _alive(job: str) -> bool:
-    """Whether a job is queued or running; one that is just ending is waited for."""
-    end = time.monotonic() + KILL_WAIT_S
-    found = _ask(job)
-    while found is not None and found.state == "COMPLETING" and time.monotonic() < end:
-        time.sleep(0.5)
-        found = _ask(job)
-    return found is not None and found.here in ("QUEUED", "RUNNING")
-
-
-def _ask(job: str) -> Job | None:
-    """Return what Slurm says about a job, or None if it knows none.
-
-    Raises:
-        Unanswered: if the controller cannot be reached.
-    """
-    done = _call("scontrol", "show", "job", "-o", job)
-    found = parse_scontrol(done.stdout)
-    if found is not None:
-        return found
-    if "Invalid job id" not in done.stderr:
-        raise Unanswered(f"Slurm does not answer: {first_line(done.stderr)}")
-    try:
-        past = _call(
-            "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,Reason"
-        )
-    except Unanswered:
-        return None
-    return parse_sacct(past.stdout) if past.returncode == 0 else None
-
-
-def _call(*argv: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands.
-
-    Raises:
-        Unanswered: if it is not installed or takes too long.
-    """
-    try:
-        return subprocess.run(
-            argv,
-            input=text,
-            stdin=subprocess.DEVNULL if text is None else None,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ANSWER_S,
-            env=command_environment(),
-            check=False,
-        )
-    except FileNotFoundError:
-        raise Unanswered(f"there is no {argv[0]} on this machine") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unanswered(f"{argv[0]} does not answer: {error}") from None
