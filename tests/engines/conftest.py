@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import preloaded
 from soup_flows import tasks
 from soup_flows.attempt import engine
 from soup_flows.errors import TrainingFailed
@@ -80,8 +81,9 @@ def marked(run_id: str) -> list[str]:
 class Run:
     """One real training run of two CPU ranks, by the real tasks."""
 
-    def __init__(self, spec: TrainingSpec) -> None:
+    def __init__(self, spec: TrainingSpec, zygote: Path | None) -> None:
         self.spec = spec
+        self.zygote = zygote
         self.run_id = f"test-{uuid.uuid4().hex[:12]}"
 
     @property
@@ -95,7 +97,11 @@ class Run:
         data = tasks.prepare_dataset.fn(spec)
         plan = tasks.resolve_sharding_config.fn(spec, hardware, data)
         tasks.validate_strategy.fn(spec, hardware, plan)
-        return tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, data=data)
+        launch = tasks.write_temp_config.fn(spec, hardware, plan, self.run_id, data=data)
+        if self.zygote is not None:
+            launch = preloaded.forked(launch, self.zygote)
+            self.paths.launch.write_text(launch.model_dump_json())  # where a job reads it
+        return launch
 
     def attempt(self, watch: Watch | None = None, launch: LaunchPlan | None = None) -> TrainReport:
         """Make one attempt; `watch` runs beside it in a thread."""
@@ -123,16 +129,28 @@ Maker = Callable[..., Run]
 
 
 @pytest.fixture(scope="session")
-def make(parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Maker:
-    """Return a new run of `STEPS` steps that saves every `EVERY`."""
+def zygote() -> Iterator[Path]:
+    """A process that has imported the training stack: the start takes most of a short run's time."""
+    with preloaded.zygote() as socket:
+        yield socket
 
-    def build(engine_name: str, preset: str = "zero2", **launcher: Any) -> Run:
+
+@pytest.fixture(scope="session")
+def make(
+    parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, zygote: Path
+) -> Maker:
+    """Return a new run of `STEPS` steps that saves every `EVERY`.
+
+    Its ranks are forked from the zygote, unless torch elastic is asked for, which users have.
+    """
+
+    def build(engine_name: str, preset: str = "zero2", elastic: bool = False, **launcher: Any) -> Run:
         values = parameters(preset, tmp_path_factory.mktemp("engines"), max_steps=STEPS)
         values["data"] |= {"max_length": 96}
         values["validation"] = {"deep": False}
         values["recovery"] = {"save_steps": EVERY, "backoff_s": 0}
         values["launcher"] = {"engine": engine_name, "omp_num_threads": 1, "stop_budget_s": 25, **launcher}
-        return Run(parse_spec(values))
+        return Run(parse_spec(values), None if elastic else zygote)
 
     return build
 

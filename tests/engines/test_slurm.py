@@ -88,7 +88,7 @@ def test_before_the_time_limit_it_saves_and_is_started_again(
 def test_two_machines(preset: str, slurm: Daemons, make: Maker) -> None:
     """One rank on each of two nodes computes what two ranks on one machine do."""
     wanted = make("local", preset).attempt()
-    run = make("slurm", preset, slurm={"nodes": 2})
+    run = make("slurm", preset, elastic=True, slurm={"nodes": 2})
     silence = {"CP007": "both nodes are this machine"}
     validation = run.spec.validation.model_copy(update={"silence": silence})
     run.spec = run.spec.model_copy(update={"gpus": 1, "validation": validation})
@@ -108,7 +108,7 @@ def test_a_killed_rank_on_the_other_machine(slurm: Daemons, make: Maker) -> None
         events = run.wait_for(1, "checkpoint", 3)
         os.kill(next(e["pid"] for e in events if e["kind"] == "started" and e["rank"] == 1), signal.SIGKILL)
 
-    run = make("slurm", slurm={"nodes": 2})
+    run = make("slurm", elastic=True, slurm={"nodes": 2})
     silence = {"CP007": "both nodes are this machine"}
     validation = run.spec.validation.model_copy(update={"silence": silence})
     run.spec = run.spec.model_copy(update={"gpus": 1, "validation": validation})
