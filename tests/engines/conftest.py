@@ -52,7 +52,7 @@ def slurm(slurm_cluster: Daemons, monkeypatch: pytest.MonkeyPatch) -> Daemons:
     return slurm_cluster
 
 
-@pytest.fixture(params=["local", "slurm"])
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.long)])
 def name(request: pytest.FixtureRequest) -> str:
     """Every engine in turn."""
     if request.param == "slurm":

@@ -22,7 +22,8 @@ from soup_flows.report import TrainReport
 from soup_flows.stop import stop
 from tests.engines.conftest import STEPS, Light, Maker, Run, losses, marked, until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.long]
+pytestmark = pytest.mark.ranks
+LONG = pytest.mark.long
 
 FLOW = """
 import pathlib, sys
@@ -32,6 +33,7 @@ tasks.launch_distributed_train.fn(LaunchPlan.model_validate_json(pathlib.Path(sy
 """
 
 
+@LONG
 def test_equal_loss(name: str, make: Maker, undisturbed: TrainReport) -> None:
     """Under torch elastic, as users have it; the local run it is compared with is another start of ranks."""
     run = make(name, elastic=True)
@@ -42,6 +44,7 @@ def test_equal_loss(name: str, make: Maker, undisturbed: TrainReport) -> None:
     assert not marked(run.run_id)
 
 
+@LONG
 def test_a_killed_rank_recovers(name: str, make: Maker, undisturbed: TrainReport) -> None:
     def kill(run: Run, launch: LaunchPlan) -> None:
         events = run.wait_for(1, "checkpoint", 6)
@@ -57,6 +60,7 @@ def test_a_killed_rank_recovers(name: str, make: Maker, undisturbed: TrainReport
     assert [row.failure_class for row in resumed.ledger] == ["rank_killed", None]
 
 
+@LONG
 def test_cancel_leaves_nothing_and_a_good_checkpoint(name: str, make: Maker) -> None:
     def ask(run: Run, launch: LaunchPlan) -> None:
         run.wait_for(1, "checkpoint", 3)
@@ -73,6 +77,7 @@ def test_cancel_leaves_nothing_and_a_good_checkpoint(name: str, make: Maker) -> 
     assert not list(run.paths.temp.glob("ds_config*"))
 
 
+@LONG
 def test_an_exception_is_told_in_its_own_words_and_rank(name: str, light: Light) -> None:
     found, plan = light.on(
         name, "fail(ValueError('seventeen sheep')) if me == 1 else time.sleep(600)\n", elastic=True
@@ -102,6 +107,7 @@ def test_submitting_twice_starts_once(name: str, light: Light) -> None:
     assert found.attach(light.paths) is None
 
 
+@LONG
 def test_ranks_without_a_result_are_no_success(name: str, light: Light) -> None:
     found, plan = light.on(name, "ready()\n")
     handle = found.submit(plan)
@@ -118,6 +124,7 @@ def test_an_infeasible_size_is_refused_at_once(name: str, light: Light) -> None:
     assert not light.attempt.root.exists()
 
 
+@LONG
 def test_the_death_of_the_flow(name: str, make: Maker, undisturbed: TrainReport) -> None:
     """A local run ends with its flow and is continued; a job goes on, and the next flow attaches to it."""
     run = make(name)
@@ -143,6 +150,7 @@ def test_the_death_of_the_flow(name: str, make: Maker, undisturbed: TrainReport)
     assert report.train[-1].step == STEPS
 
 
+@LONG
 def test_a_signal_to_the_waiting_flow_ends_the_run(name: str, light: Light) -> None:
     found, plan = light.on(name, "ready()\ntime.sleep(600)\n")
     threading.Timer(0.0, lambda: (light.ranks_ready(), os.kill(os.getpid(), signal.SIGINT))).start()
