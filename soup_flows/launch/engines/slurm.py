@@ -8,6 +8,7 @@ see `soup_flows.slurm_job` for what happens inside it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -61,6 +62,7 @@ class SlurmEngine:
         self._last: Status | None = None
         self._job: Job | None = None
         self._receipt: dict[str, Any] | None = None
+        self._number = 1
 
     def check(self, launch: LaunchPlan) -> list[Problem]:
         """Ask Slurm whether it would ever start the job (`sbatch --test-only`)."""
@@ -111,7 +113,7 @@ class SlurmEngine:
         if self._last is not None and (self._last.ended or now < self._ask_at):
             return self._last
         self._ask_at = now + self._ask_every_s
-        before = self._last or Status(state="QUEUED", attempt=_attempt(handle))
+        before = self._last or Status(state="QUEUED", attempt=self._present(handle))
         try:
             self._job = ask(handle.job)
         except Unanswered as error:
@@ -129,7 +131,7 @@ class SlurmEngine:
         return found
 
     def _judge(self, handle: Handle) -> Status:
-        number, job = _attempt(handle), self._job
+        number, job = self._present(handle), self._job
         if job is not None and job.here in ("QUEUED", "RUNNING"):
             return Status(state=job.here, reason=job.reason, attempt=number)
         if finished(handle.paths.attempt(number)):
@@ -141,7 +143,7 @@ class SlurmEngine:
     def logs(self, handle: Handle, count: int = 40) -> Sequence[LogLine]:
         """Return the last lines of the batch script and of everything that ran in the job."""
         batch = [LogLine("slurm", text) for text in last_lines(handle.paths.root / LOG, count)]
-        return [*batch, *read_logs(handle.paths.attempt(_attempt(handle)), count)]
+        return [*batch, *read_logs(handle.paths.attempt(self._present(handle)), count)]
 
     def cancel(self, handle: Handle, reason: str) -> dict[str, Any]:
         """Cancel the job if it is asked to, wait for its end, and put the hosts' receipts together."""
@@ -149,7 +151,7 @@ class SlurmEngine:
             return self._receipt
         if reason:
             self._scancel(handle)
-        attempt = handle.paths.attempt(_attempt(handle))
+        attempt = handle.paths.attempt(self._present(handle))
         receipt = collect_receipts(attempt) or self._receipt_without_hosts(handle)
         if not reason and self._job is not None and self._job.state == "CANCELLED":
             reason = f"somebody cancelled Slurm job {handle.job}"
@@ -195,6 +197,12 @@ class SlurmEngine:
             "survivors": [],
         }
 
+    def _present(self, handle: Handle) -> int:
+        """Return the attempt that the job is in: it writes the launch plan anew when Slurm starts it again."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            self._number = int(json.loads(handle.paths.launch.read_text())["attempt"])
+        return self._number
+
     @staticmethod
     def _keep(paths: RunPaths, job: str) -> Handle:
         handle = Handle(engine="slurm", run_id=paths.root.name, run_dir=str(paths.root), job=job)
@@ -215,11 +223,3 @@ def _kept(paths: RunPaths) -> Handle | None:
         return Handle.model_validate_json((paths.root / HANDLE).read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def _attempt(handle: Handle) -> int:
-    """Return the attempt that the job is in: it writes the launch plan anew when Slurm starts it again."""
-    try:
-        return int(json.loads(handle.paths.launch.read_text())["attempt"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 1
