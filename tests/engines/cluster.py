@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -132,13 +133,20 @@ def _write_config(root: Path, port: int) -> None:
     (root / "slurm.conf").write_text(text)
 
 
-@contextlib.contextmanager
-def cluster(port: int = 16817) -> Iterator[Daemons]:
-    """Start the cluster and wait until both nodes are idle.
+def _free_ports(count: int) -> int:
+    """Return the first of `count` free ports in a row, outside those that the kernel hands out."""
+    for first in range(16000 + os.getpid() % 1000 * 10, 31000, 10):
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
 
-    Args:
-        port: of the controller; the nodes take the two after it.
-    """
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Daemons]:
+    """Start the cluster and wait until both nodes are idle."""
+    port = _free_ports(1 + len(NODES))
     root = Path(tempfile.mkdtemp(prefix="soup-slurm-", dir="/tmp"))
     root.chmod(0o755)
     _write_config(root, port)
