@@ -10,13 +10,14 @@ from typing import Any
 from soup_flows.hardware import Hardware, detect
 from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
-from soup_flows.launch.engines import Engine, Status
+from soup_flows.launch.engines import Engine, Status, finished
 from soup_flows.launch.engines.local import LocalEngine
 from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, follow
+from soup_flows.ledger import read_ledger
 from soup_flows.live import LiveView
 from soup_flows.mirror import Mirror
 from soup_flows.paths import RunPaths, write_json
@@ -129,12 +130,17 @@ def engine(launch: LaunchPlan, lease_fds: Sequence[int] = ()) -> Engine:
 
 
 def running_elsewhere(paths: RunPaths) -> LaunchPlan | None:
-    """Return the launch of a run that goes on without the flow that submitted it; None if there is none."""
+    """Return the launch of an attempt that outlived the flow that submitted it; None if there is none.
+
+    It may have finished by now; that it did is then still to be told.
+    """
     try:
         launch = LaunchPlan.model_validate_json(paths.launch.read_bytes())
     except (OSError, ValueError):
         return None
-    found = launch.engine != "local" and engine(launch).attach(paths) is not None
+    if launch.engine == "local" or any(row.number == launch.attempt for row in read_ledger(paths.attempts)):
+        return None
+    found = finished(launch.attempt_paths) or engine(launch).attach(paths) is not None
     return launch if found else None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from soup_flows.errors import Refused
-from soup_flows.launch.engines import Engine, Handle, Status
+from soup_flows.launch.engines import Engine, Handle, Status, finished
 from soup_flows.launch.engines.local import LocalEngine
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.ship import OnEvents, OnLines, Tailer
@@ -89,7 +89,8 @@ def follow(
             timeout of the task, Ctrl-C), after everything has been stopped within the stop budget.
     """
     begun = time.monotonic()
-    problems = engine.check(plan) if engine.attach(plan.paths) is None else []
+    known = finished(plan.attempt_paths) or engine.attach(plan.paths) is not None
+    problems = [] if known else engine.check(plan)
     if problems:
         raise Refused(problems)
     wait = _Wait(engine, plan, on_lines, on_events, on_status, poll_s)

@@ -37,6 +37,36 @@ def job_of(run: Run | Light) -> str:
     return str(json.loads((run.paths.root / "slurm.json").read_text())["job"])
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_next_start_of_a_flow_run_takes_its_job(
+    ended: bool, slurm: Daemons, make: Maker, undisturbed: TrainReport, prefect_server: None
+) -> None:
+    """The flow died after it had submitted; its job still runs, or has finished, when the flow run starts again."""
+    from prefect.client.orchestration import get_client
+    from prefect.flow_engine import run_flow_sync
+
+    from soup_flows.flows import soup_train
+
+    run = make("slurm")
+    parameters = run.spec.model_dump(mode="json")
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(soup_train, parameters=parameters)
+    run.run_id = str(flow_run.id)
+    run.prepared()
+    subprocess.run([sys.executable, "-c", SUBMIT, str(run.paths.launch)], check=True)
+    job = job_of(run)
+    if ended:
+        until(
+            lambda: "JobState=COMPLETED" in slurm.call("scontrol", "show", "job", "-o", job),
+            "the end of the job",
+        )
+    report = run_flow_sync(soup_train, flow_run=flow_run, parameters=parameters)
+    assert isinstance(report, TrainReport)
+    assert (report.state, report.attempts, len(report.ledger)) == ("completed", 1, 1)
+    assert losses(report) == losses(undisturbed)
+    assert job_of(run) == job
+
+
 def start_again_now(slurm: Daemons, job: str) -> None:
     """A requeued job waits two minutes by itself (BeginTime); let it begin."""
     until(lambda: "JobState=PENDING" in slurm.call("scontrol", "show", "job", "-o", job), "a requeued job")

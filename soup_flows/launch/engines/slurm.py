@@ -76,8 +76,10 @@ class SlurmEngine:
         return [_problem("ENGINE003", words, "ask for what `sinfo` lists, or name another partition")]
 
     def submit(self, launch: LaunchPlan) -> Handle:
-        """Submit the job; one of this run that is queued or running is returned instead."""
+        """Submit the job, unless one of this run is queued or running, or has finished the attempt."""
         running = self.attach(launch.paths)
+        if running is None and finished(launch.attempt_paths):  # while nobody waited for it
+            running = _kept(launch.paths)
         if running is not None:
             return running
         self._last = self._receipt = self._ended_at = None
