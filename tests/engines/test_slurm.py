@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from soup_flows.checkpoints import list_checkpoints, verify
+from soup_flows.errors import Refused
 from soup_flows.hooks import sweep_run
 from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.outcome import classify
@@ -202,7 +203,10 @@ def test_a_dead_controller_is_no_end(slurm: Daemons, light: Light, monkeypatch: 
         patch.setenv("SLURM_CONF", str(broken))
         status = SlurmEngine(0.0).status(handle)
         assert (status.ended, "does not answer" in status.reason) == (False, True)
-        assert SlurmEngine().attach(light.paths) is None
+        with pytest.raises(
+            Refused, match="ENGINE002"
+        ):  # a second job would write into the first one's folder
+            SlurmEngine().submit(plan)
     assert found.cancel(handle, "enough")["reason"] == "stopped"
 
 

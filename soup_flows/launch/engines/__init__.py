@@ -81,7 +81,11 @@ class Engine(Protocol):
         ...
 
     def attach(self, paths: RunPaths) -> Handle | None:
-        """Return the handle of the run in this directory if it is alive, else None."""
+        """Return the handle of the run in this directory if it is alive, else None.
+
+        Raises:
+            Refused: if the engine cannot be asked.
+        """
         ...
 
     def status(self, handle: Handle, within_s: float = 0.0) -> Status:

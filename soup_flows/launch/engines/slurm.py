@@ -97,15 +97,19 @@ class SlurmEngine:
         return self._keep(launch.paths, job)
 
     def attach(self, paths: RunPaths) -> Handle | None:
-        """Find the run's job by the handle in its directory, else by its name, which is the run id."""
+        """Find the run's job by the handle in its directory, else by its name, which is the run id.
+
+        Raises:
+            Refused: `ENGINE002` if Slurm does not answer: a second job of the run would write into its directory.
+        """
         known = _kept(paths)
         try:
             if known is not None and alive(known.job):
                 return known
             done = call("squeue", "--noheader", "--me", f"--name={paths.root.name}", "--format=%i|%T")
             found = [job for job in parse_squeue(done.stdout) if alive(job)]
-        except Unanswered:
-            return None
+        except Unanswered as error:
+            raise refuse("ENGINE002", "launcher.engine", str(error), "see `scontrol ping`") from None
         return self._keep(paths, found[-1]) if found else None
 
     def status(self, handle: Handle, within_s: float = 0.0) -> Status:
