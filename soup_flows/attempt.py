@@ -10,13 +10,17 @@ from typing import Any
 from soup_flows.hardware import Hardware, detect
 from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
+from soup_flows.launch.engines import Engine, Status, finished
+from soup_flows.launch.engines.local import LocalEngine
+from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
-from soup_flows.launch.run import Outcome, run
+from soup_flows.launch.run import Outcome, follow
+from soup_flows.ledger import read_ledger
 from soup_flows.live import LiveView
 from soup_flows.mirror import Mirror
-from soup_flows.paths import write_json
+from soup_flows.paths import RunPaths, write_json
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
@@ -66,15 +70,21 @@ def _run_locked(
             mirror.on_events(events)
         view.on_events(events)
 
+    def on_status(status: Status) -> None:
+        if launch.engine != "local":
+            words = f": {status.reason}" if status.reason else ""
+            logger.info("%s: %s%s (attempt %d)", launch.engine, status.state, words, status.attempt)
+
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
         gpus = [uuid for uuid in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
         with metered(gpus, plan.attempt_paths.energy):
-            return run(
+            return follow(
+                engine(plan, (lock, *fds)),
                 plan,
                 on_lines=lambda lines: logger.info("%s", "\n".join(lines)),
                 on_events=on_events,
+                on_status=on_status,
                 should_stop=should_stop,
-                lease_fds=(lock, *fds),
             )
 
     try:
@@ -108,6 +118,31 @@ def _start_on_devices(
     ) as lease:
         logger.info("Leased %s after %.0f s", ", ".join(lease.devices), lease.waited_s)
         return start(on_devices(launch, lease), lease.fds)
+
+
+def engine(launch: LaunchPlan, lease_fds: Sequence[int] = ()) -> Engine:
+    """Return what runs a launch.
+
+    Args:
+        launch: it names its engine.
+        lease_fds: locks that a supervisor on this machine holds too.
+    """
+    return LocalEngine(lease_fds) if launch.engine == "local" else SlurmEngine()
+
+
+def running_elsewhere(paths: RunPaths) -> LaunchPlan | None:
+    """Return the launch of an attempt that outlived the flow that submitted it; None if there is none.
+
+    It may have finished by now; that it did is then still to be told.
+    """
+    try:
+        launch = LaunchPlan.model_validate_json(paths.launch.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if launch.engine == "local" or any(row.number == launch.attempt for row in read_ledger(paths.attempts)):
+        return None
+    found = finished(launch.attempt_paths) or engine(launch).attach(paths) is not None
+    return launch if found else None
 
 
 def error_lines(events: Sequence[dict[str, Any]]) -> list[str]:
@@ -151,7 +186,8 @@ def free_devices(devices: list[Device], folder: Path | None = None) -> set[str]:
 
 def free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
     """For `gpus="auto"`: leave out GPUs that are sick, used or leased at present, unless that is all of them."""
-    if spec.gpus != "auto" or spec.device == "cpu" or spec.launcher.lease == "off" or not hardware.gpus:
+    here = spec.launcher.engine == "local" and spec.launcher.lease != "off"
+    if spec.gpus != "auto" or spec.device == "cpu" or not here or not hardware.gpus:
         return hardware
     free = free_devices(gpu_devices(hardware.gpus))
     gpus = tuple(gpu for gpu in hardware.gpus if gpu.uuid in free)
@@ -160,6 +196,8 @@ def free_now(spec: TrainingSpec, hardware: Hardware) -> Hardware:
 
 def lease_settings(spec: TrainingSpec, plan: ShardingPlan) -> LeaseSettings | None:
     """GPUs are leased unless that is turned off; CPU cores only when asked for, since ranks may share them."""
+    if spec.launcher.engine != "local":
+        return None
     if spec.launcher.lease == "off" or (spec.launcher.lease == "auto" and plan.device == "cpu"):
         return None
     wait_min = spec.launcher.max_wait_min

@@ -96,14 +96,23 @@ def attempt_row(
     )
 
 
-def reconcile(paths: RunPaths, settings: RecoverySettings) -> tuple[Attempt, ...]:
-    """Return the ledger, with a line for each attempt whose flow died before it could write one."""
+def reconcile(
+    paths: RunPaths, settings: RecoverySettings, state: AttemptState = "lost", running: int | None = None
+) -> tuple[Attempt, ...]:
+    """Return the ledger, with a line for each attempt that ended and that no flow could write one for.
+
+    Args:
+        paths: the run's files.
+        settings: the policy, for the costs.
+        state: what such an attempt is: `lost` with its flow, or `cancelled` by an engine that goes on by itself.
+        running: number of an attempt that outlived its flow; it gets its line when it ends.
+    """
     rows = {row.number: row for row in read_ledger(paths.attempts)}
     number = 0
     while paths.attempt(number := number + 1).root.exists():
-        if number in rows:
+        if number in rows or number == running:
             continue
-        row = _lost(paths, number, settings, rows.get(number - 1))
+        row = _lost(paths, number, settings, rows.get(number - 1)).model_copy(update={"state": state})
         append(paths.attempts, row)
         rows[number] = row
     return tuple(rows[n] for n in sorted(rows))
@@ -131,8 +140,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
     report = TrainReport(run_id=paths.root.name, run_dir=str(paths.root), state="failed", failure_class=kind,
                          cause=cause, **{**found, "seconds": seconds})  # fmt: skip
     change = before.change if before else Change()
-    row = attempt_row(paths, number, report, started, change, settings, world)
-    return row.model_copy(update={"state": "lost"})
+    return attempt_row(paths, number, report, started, change, settings, world)
 
 
 def check_restarts(rows: Sequence[Attempt], settings: RecoverySettings, run_dir: Path) -> None:

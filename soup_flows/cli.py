@@ -179,10 +179,10 @@ def read_spec(arguments: argparse.Namespace) -> dict[str, Any]:
         key, sign, text = setting.partition("=")
         if not sign or not key:
             raise refuse("CLI001", "--set", f"got {setting!r}", "write --set training.learning_rate=2e-5")
-        group, name = values, key
-        if "." in key:
-            head, name = key.split(".", 1)
-            group = values.setdefault(head, {})
+        group = values
+        *heads, name = key.split(".")
+        for head in heads:
+            group = group.setdefault(head, {})
             if not isinstance(group, dict):
                 raise refuse("CLI001", "--set", f"{head!r} is not a group of settings", "see --help")
         group[name] = _value(text)

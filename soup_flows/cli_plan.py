@@ -5,19 +5,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from soup_flows.cli_runs import GOOD, REFUSED, print_json, print_refused
 from soup_flows.demo import resolve_demo
-from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware, detect, imagined
-from soup_flows.launch.plan import build_launch_plan
+from soup_flows.hardware.recorded import read_recorded
+from soup_flows.launch.engines.slurm_text import batch_script
+from soup_flows.launch.plan import LaunchPlan, build_launch_plan
+from soup_flows.lent import run_environment
 from soup_flows.measured import recall
 from soup_flows.migrate import command as migrate
 from soup_flows.migrate.read import save_spec
@@ -28,13 +30,10 @@ from soup_flows.sharding.fit import fit
 from soup_flows.sharding.trace import trace_plan
 from soup_flows.spec import TrainingSpec, parse_spec
 from soup_flows.terminal import problems_text
-from soup_flows.user_file import BadFile, read_json
 from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
 PREVIEW = "RUN-ID"
 """Stands for the run's name in a launch that is only shown."""
-MAX_HARDWARE_BYTES = 1 << 20
-"""Largest file that is read as a recorded machine, bytes; eight GPUs take about 30 kilobytes."""
 MOST_NODES = 1024
 GPUS_PER_MACHINE = 8
 """GPUs of an imagined machine where `--gpus` does not say."""
@@ -144,6 +143,9 @@ def plan_command(
         "launch": launch_preview(spec, hardware, plan),
     }
     text = plan_terminal(plan)
+    if spec.launcher.engine == "slurm":
+        value["batch_script"] = script_preview(LaunchPlan.model_validate(value["launch"]))
+        text += f"\n\nbatch script:\n{value['batch_script']}"
     if arguments.trace:
         traced = trace_plan(spec, hardware, plan)
         value["trace"] = traced.model_dump(mode="json")
@@ -166,7 +168,8 @@ def plan_and_validate(
         Refused: what cannot be planned.
     """
     try:
-        plan = make_plan(spec, hardware, count_rows(spec), nodes, correction=recall(spec, hardware))
+        machines = nodes if nodes > 1 else spec.nodes
+        plan = make_plan(spec, hardware, count_rows(spec), machines, correction=recall(spec, hardware))
     except Refused as refused:
         raise with_others(refused, spec) from None
     plan, mended = apply_fixes(spec, hardware, plan)
@@ -175,8 +178,9 @@ def plan_and_validate(
 
 
 def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> dict[str, Any] | None:
-    """Return the command and environment that would start the ranks; None for several machines."""
-    if plan.nodes > 1:
+    """Return the command and environment that would start the ranks; None for several machines without Slurm."""
+    slurm = spec.launcher.slurm if spec.launcher.engine == "slurm" else None
+    if plan.nodes > 1 and slurm is None:
         return None
     paths = RunPaths.of(spec.output_dir, PREVIEW)
     launch = build_launch_plan(
@@ -190,10 +194,17 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
         stop_budget_s=spec.launcher.stop_budget_s,
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
-        if plan.device == "cuda"
+        if plan.device == "cuda" and slurm is None
         else None,
+        nodes=plan.nodes,
+        slurm=slurm,
     )
     return launch.model_dump(mode="json")
+
+
+def script_preview(launch: LaunchPlan) -> str:
+    """Return the batch script that would be submitted."""
+    return batch_script(launch, os.getcwd(), run_environment())
 
 
 def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
@@ -209,28 +220,15 @@ def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
 
 def _machine(spec: TrainingSpec, arguments: argparse.Namespace) -> Hardware:
     """Return the machine to plan for: recorded, imagined, or this one."""
-    return _recorded(arguments.hardware) if arguments.hardware is not None else machine(spec, arguments.gpu)
+    if arguments.hardware is not None:
+        return read_recorded(arguments.hardware, "--hardware")
+    return machine(spec, arguments.gpu)
 
 
 def machine(spec: TrainingSpec, gpu: str | None) -> Hardware:
     """Return a machine with GPUs of the kind `gpu`, or this one when None."""
     if gpu is not None:
         return imagined(gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
+    if spec.launcher.engine == "slurm" and spec.launcher.slurm.hardware is not None:
+        return read_recorded(spec.launcher.slurm.hardware, "launcher.slurm.hardware")
     return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])
-
-
-def _recorded(name: str) -> Hardware:
-    """Read a machine that `doctor --json` printed."""
-    try:
-        value = read_json(Path(name).expanduser(), MAX_HARDWARE_BYTES)
-        return Hardware.model_validate(value.get("hardware", value))
-    except (BadFile, ValidationError) as error:
-        words = str(error) if isinstance(error, BadFile) else f"{name}: {_first(error)}"
-        message = f"this is not a recorded machine: {words}"
-        raise refuse("CLI003", "--hardware", message, "record one with soup-flows doctor --json") from None
-
-
-def _first(error: ValidationError) -> str:
-    """Return the first of pydantic's findings in one line."""
-    item = error.errors(include_url=False, include_context=False)[0]
-    return f"{'.'.join(map(str, item['loc'])) or 'the value'}: {item['msg']}"

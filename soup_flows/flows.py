@@ -22,7 +22,7 @@ from soup_flows.artifacts import (
     save_run_config,
     save_validation,
 )
-from soup_flows.attempt import CLEANING_S
+from soup_flows.attempt import CLEANING_S, running_elsewhere
 from soup_flows.attempts import check_restarts, reconcile
 from soup_flows.block_use import apply_blocks
 from soup_flows.data.prepare import PreparedData
@@ -234,7 +234,12 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
         get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
         save_report(finished)
         return finished
-    hardware = detect_hardware(spec.device, [p for p in (spec.output_dir, spec.nvme_path) if p])
+    running = running_elsewhere(paths)
+    if running is not None:
+        return _rejoin(spec, paths, run_id, running)
+    places = [p for p in (spec.output_dir, spec.nvme_path) if p]
+    recorded = spec.launcher.slurm.hardware if spec.launcher.engine == "slurm" else None
+    hardware = detect_hardware(spec.device, places, recorded)
     rows = reconcile(paths, spec.recovery)
     check_restarts(rows, spec.recovery, paths.root)
     change = rows[-1].change if rows else Change()
@@ -251,6 +256,23 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
     save_validation(problems, spec.validation.silence)
     launch = write_temp_config(asked, hardware, plan, run_id, change, data)
     return Ready(run_id, paths, spec, hardware, data, problems, change, plan, launch)
+
+
+def _rejoin(spec: TrainingSpec, paths: RunPaths, run_id: str, running: LaunchPlan) -> Ready:
+    """Stand where the flow stood that submitted the attempt, from the files that it left."""
+    get_run_logger().info("Attempt %d outlived its flow; going on with it: %s", running.attempt, paths.root)
+    rows = reconcile(paths, spec.recovery, running=running.attempt)
+    return Ready(
+        run_id,
+        paths,
+        spec,
+        Hardware.model_validate_json(paths.hardware.read_bytes()),
+        PreparedData.model_validate_json(paths.data.read_bytes()),
+        (),
+        rows[-1].change if rows else Change(),
+        ShardingPlan.model_validate_json(paths.plan.read_bytes()),
+        running,
+    )
 
 
 def _attempt(ready: Ready) -> TrainReport:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.artifacts import load_run_config
+from soup_flows.attempt import engine, running_elsewhere
 from soup_flows.diagnose import diagnose
 from soup_flows.launch.outcome import tails
 from soup_flows.launch.proc import marked
-from soup_flows.launch.run import sweep
+from soup_flows.launch.supervised import sweep
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport, read_attempt
 
@@ -34,6 +35,8 @@ def sweep_run(flow: Any, flow_run: Any, state: Any) -> None:
     del flow
     run_id = str(flow_run.id)
     try:
+        if _goes_on_elsewhere(_named(flow_run), state):
+            return
         # The same run may have been started again by now; what came after the state is not ours to end.
         when = state.timestamp.timestamp()
         swept = sweep(run_id, before=when)
@@ -46,16 +49,36 @@ def sweep_run(flow: Any, flow_run: Any, state: Any) -> None:
         logger.warning("the sweep of run %s failed", run_id, exc_info=True)
 
 
+def _goes_on_elsewhere(paths: RunPaths, state: Any) -> bool:
+    """Whether a job goes on without its flow; one whose flow was cancelled is ended, one of a crashed flow stays."""
+    launch = running_elsewhere(paths)
+    if launch is None:
+        return False
+    if not state.is_cancelled():
+        logger.warning("run %s: its job goes on, and its next start attaches to it", launch.run_id)
+        return True
+    found = engine(launch)
+    handle = found.attach(paths)
+    if handle is not None:
+        found.cancel(handle, "the run was cancelled in Prefect")
+    return False
+
+
 def _paths(flow_run: Any) -> RunPaths | None:
     """Find the run directory: where the parameters say, else where the run's own artifact says."""
-    output_dir = (flow_run.parameters or {}).get("output_dir", "outputs")
-    paths = RunPaths.of(str(output_dir), str(flow_run.id))
+    paths = _named(flow_run)
     if paths.root.is_dir():
         return paths
     try:
         return RunPaths(Path(load_run_config(flow_run.id).launch.run_dir))
     except LookupError:  # it was refused, or ended before it had a folder
         return None
+
+
+def _named(flow_run: Any) -> RunPaths:
+    """Return the run directory that the parameters name."""
+    output_dir = (flow_run.parameters or {}).get("output_dir", "outputs")
+    return RunPaths.of(str(output_dir), str(flow_run.id))
 
 
 def _write_end(paths: RunPaths, how: str) -> None:

@@ -150,6 +150,10 @@ class AttemptPaths:
         """What the supervisor signalled and what was left (nothing), JSON."""
         return self.root / "receipt.json"
 
+    def receipt_of(self, node: int) -> Path:
+        """The receipt of one of several hosts; that of host 0 is in `receipt` until all are put together there."""
+        return self.receipt if node == 0 else self.root / f"receipt_node_{node}.json"
+
     @property
     def devices(self) -> Path:
         """The devices that the attempt leased, JSON."""

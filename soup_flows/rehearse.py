@@ -134,7 +134,13 @@ def _small_run(spec: TrainingSpec, plan: ShardingPlan, folder: Path) -> tuple[Tr
         "workers": 1,
     }
     small["recovery"] |= {"resume": "never", "save_steps": 1, "save_total_limit": 2, "reuse": "never"}
-    small["launcher"] |= {"timeout_min": TIMEOUT_MIN, "lease": "off", "drill": None}
+    small["launcher"] |= {
+        "engine": "local",
+        "slurm": {},
+        "timeout_min": TIMEOUT_MIN,
+        "lease": "off",
+        "drill": None,
+    }
     return TrainingSpec.model_validate(small), found
 
 

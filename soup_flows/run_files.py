@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from soup_flows.attempt import lease_settings
 from soup_flows.block_use import bring_back, credentials
 from soup_flows.data.prepare import PreparedData
-from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.hardware import Hardware
 from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.ledger import Change
-from soup_flows.paths import RunPaths, write_atomic, write_json
+from soup_flows.paths import RunPaths, write_atomic
 from soup_flows.resume import Orders, find_start
+from soup_flows.run_config import write_config
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 
@@ -37,7 +35,7 @@ def write_run(
     orders = find_start(spec, plan, paths, change)
     paths.report.unlink(missing_ok=True)  # the run goes on
     paths.temp.mkdir(mode=0o700, exist_ok=True)
-    config_path = _write_config(spec, plan, paths, orders.universal)
+    config_path = write_config(spec, plan, paths, orders.universal)
     write_atomic(paths.spec, spec.model_dump_json(indent=2))
     write_atomic(paths.hardware, hardware.model_dump_json(indent=2))
     write_atomic(paths.plan, plan.model_dump_json(indent=2))
@@ -56,32 +54,29 @@ def write_run(
             omp_num_threads=threads,
             stop_budget_s=spec.launcher.stop_budget_s,
             timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
-            cuda_visible_devices=_devices(hardware, plan),
+            cuda_visible_devices=_devices(spec, hardware, plan),
             stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
             lease=lease_settings(spec, plan),
+            nodes=plan.nodes,
+            slurm=spec.launcher.slurm if spec.launcher.engine == "slurm" else None,
         )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     return launch, orders
 
 
-def _write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:
-    """Write the temporary config and its kept copy; a user's own JSON is copied byte for byte.
+def present_attempt(launch: LaunchPlan) -> int:
+    """Return the number of the attempt that the run is in: an engine may have begun another by itself."""
+    try:
+        return LaunchPlan.model_validate_json(launch.paths.launch.read_bytes()).attempt
+    except (OSError, ValueError):
+        return launch.attempt
 
-    With `universal` the ranks are told to read DeepSpeed's universal form of the checkpoint.
+
+def _devices(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> str | None:
+    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them.
+
+    Slurm hands out the GPUs of its machines itself.
     """
-    if not plan.config:
-        return None
-    if spec.deepspeed_config:
-        content = Path(spec.deepspeed_config).expanduser().read_bytes()
-        write_atomic(paths.config(plan.engine), content)
-        return str(write_atomic(paths.temp / "deepspeed_config.json", content))
-    config = plan.config | ({"checkpoint": {"load_universal": True}} if universal else {})
-    write_json(paths.config(plan.engine), config)
-    return write_deepspeed_config(config, paths.temp)
-
-
-def _devices(hardware: Hardware, plan: ShardingPlan) -> str | None:
-    """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them."""
-    if plan.device == "cpu":
+    if plan.device == "cpu" or spec.launcher.engine == "slurm":
         return None
     return ",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])

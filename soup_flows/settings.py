@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import typing
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationInfo, field_validator
+
+from soup_flows.group import MANY, Group
+from soup_flows.slurm_settings import SlurmSettings
 
 DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
@@ -24,30 +25,6 @@ DrillName = Literal[
 
 DEMO_MODEL = "demo://tiny-llama"
 DEMO_DATASET = "demo://stdlib-qa"
-
-
-MANY = 10**9
-"""Largest count of steps, rows and the like: beyond it a number is a mistake."""
-
-
-def _takes_bool(annotation: object) -> bool:
-    """Whether a type is bool, or has it among its alternatives."""
-    return annotation is bool or any(_takes_bool(inner) for inner in typing.get_args(annotation))
-
-
-class Group(BaseModel):
-    """Base of the spec and its groups: frozen, and strict about unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse true and false where they would count as 1 and 0."""
-        field = cls.model_fields[str(info.field_name)]
-        if isinstance(value, bool) and not _takes_bool(field.annotation):
-            raise PydanticCustomError("bool_as_number", "true and false are no value here")
-        return value
 
 
 class LoraSettings(Group):
@@ -210,6 +187,10 @@ class ValidationSettings(Group):
 class LauncherSettings(Group):
     """How the processes are started, watched and stopped."""
 
+    engine: Literal["local", "slurm"] = Field("local", title="Engine")
+    """`local`: the ranks run on this machine. `slurm`: in a job, with the output folder on storage that all share."""
+    slurm: SlurmSettings = Field(SlurmSettings(), title="Slurm")
+    """What the job asks for, with `engine=slurm`."""
     stop_budget_s: float = Field(20.0, ge=1, le=28, title="Stop budget (seconds)")
     """Seconds between the request to stop and the last process being gone; Prefect kills after 30."""
     timeout_min: float | None = Field(None, gt=0, title="Time limit (minutes)")

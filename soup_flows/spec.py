@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from soup_flows.errors import Problem, Refused
+from soup_flows.group import Group
 from soup_flows.roots import problems_with_roots
 from soup_flows.settings import (
     DEMO_DATASET,
@@ -20,7 +21,6 @@ from soup_flows.settings import (
     DrillName,
     FSDPPreset,
     GpuCount,
-    Group,
     LauncherSettings,
     LoraSettings,
     PlainStrategy,
@@ -158,10 +158,16 @@ class TrainingSpec(Group):
             "nvme_path": self.nvme_path,
             "data.cache_dir": self.data.cache_dir,
             "recovery.resume": resume,
+            "launcher.slurm.hardware": self.launcher.slurm.hardware,
         }
         absolute = {field: str(Path(p).expanduser().absolute()) for field, p in written.items() if p}
         named = {"model": self.model, "dataset": self.dataset, "data.eval_dataset": self.data.eval_dataset}
         return {field: value for field, value in named.items() if value} | absolute
+
+    @property
+    def nodes(self) -> int:
+        """Machines of the run."""
+        return self.launcher.slurm.nodes if self.launcher.engine == "slurm" else 1
 
     @property
     def compares_answers(self) -> bool:

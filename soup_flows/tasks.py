@@ -25,6 +25,7 @@ from soup_flows.block_use import checkpoint_store, credentials
 from soup_flows.data.prepare import PreparedData, prepare_data
 from soup_flows.errors import Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
+from soup_flows.hardware.recorded import read_recorded
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ledger import Change
 from soup_flows.live import emit_end
@@ -32,7 +33,7 @@ from soup_flows.measured import recall
 from soup_flows.own_run import own_run_watch
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
-from soup_flows.run_files import write_run
+from soup_flows.run_files import present_attempt, write_run
 from soup_flows.run_lock import run_lock
 from soup_flows.sharding import ShardingPlan, make_plan, read_model_config
 from soup_flows.spec import TrainingSpec
@@ -41,17 +42,23 @@ from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
 
 @task(name="detect hardware", cache_policy=NO_CACHE)
-def detect_hardware(device: str = "auto", paths: Sequence[str] = ()) -> Hardware:
+def detect_hardware(device: str = "auto", paths: Sequence[str] = (), recorded: str | None = None) -> Hardware:
     """Read what this machine has, without touching a GPU's memory.
 
     Args:
         device: `auto`, `cuda` or `cpu`.
         paths: folders whose free disk space matters.
+        recorded: JSON of `soup-flows doctor --json` of the machine that trains, where that is not this one.
 
     Raises:
-        Refused: for `device="cuda"` on a machine without a usable GPU, with the reason.
+        Refused: for `device="cuda"` on a machine without a usable GPU, with the reason; for a record that
+            cannot be read.
     """
-    hardware = detect(device, paths)  # type: ignore[arg-type]
+    hardware = (
+        detect(device, paths)  # type: ignore[arg-type]
+        if recorded is None
+        else read_recorded(recorded, "launcher.slurm.hardware")
+    )
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_total_bytes / 2**30:.0f} GiB)" for gpu in hardware.gpus)
     _logger().info(
         "Hardware: %s; %d CPU cores; %.1f GiB of host memory available",
@@ -97,7 +104,8 @@ def plan_or_explain(
 ) -> ShardingPlan:
     """Return the plan; where there is none, say everything else that is wrong with the spec too."""
     try:
-        return make_plan(spec, hardware, rows, kept=kept, correction=recall(spec, hardware))
+        correction = recall(spec, hardware)
+        return make_plan(spec, hardware, rows, spec.nodes, kept=kept, correction=correction)
     except Refused as refused:
         raise with_others(refused, spec) from None
 
@@ -236,13 +244,16 @@ def launch_distributed_train(
                 launch, logger, lambda: server_says() or asked_to_stop(paths), checkpoint_store(spec)
             )
     except BaseException as stopped:
-        report = report_of_stop(paths, launch.attempt, stopped, base | {"seconds": time.monotonic() - clock})
-        report = record(paths, launch.attempt, report, begun, change)
+        number = present_attempt(launch)
+        found = base | {"attempts": number, "seconds": time.monotonic() - clock}
+        report = record(paths, number, report_of_stop(paths, number, stopped, found), begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):
             raise failure_of(report) from None
         raise
-    report = record(paths, launch.attempt, report_of(paths, launch.attempt, outcome, base), begun, change)
+    number = outcome.attempt
+    report = report_of(paths, number, outcome, base | {"attempts": number})
+    report = record(paths, number, report, begun, change)
     emit_end(report)
     if report.state != "completed":
         raise failure_of(report)

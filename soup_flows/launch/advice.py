@@ -12,6 +12,8 @@ STOPPED: dict[str, tuple[FailureClass, str]] = {
     "preempted": ("preempted", "the scheduler took the machine back"),
     "holder_gone": ("cancelled", "the flow process ended, so its training was stopped"),
     "timeout": ("timeout", "the run was stopped"),
+    "node_lost": ("node_lost", "a machine of the run went away"),
+    "host_oom": ("host_oom", "the scheduler ended the run for the memory it took"),
     "supervisor_died": ("rank_killed", "the training was ended because its supervisor died"),
 }
 """Reasons of a receipt: class and the sentence that the receipt's detail completes."""

@@ -15,19 +15,19 @@ PROTOCOL_VERSION = 1
 """Version of the events and of the receipt; readers skip what is newer."""
 
 
-def fifo(channel: Path, rank: int) -> Path:
-    """The FIFO that takes rank `rank`'s stdout and stderr."""
-    return channel / f"rank_{rank}.out"
+def fifo(channel: Path, local_rank: int) -> Path:
+    """The FIFO that takes the stdout and stderr of this host's rank `local_rank`."""
+    return channel / f"rank_{local_rank}.out"
 
 
-def pid_file(channel: Path, rank: int) -> Path:
-    """Holds the PID of rank `rank`."""
-    return channel / f"rank_{rank}.pid"
+def pid_file(channel: Path, local_rank: int) -> Path:
+    """Holds `<PID> <global rank>` of this host's rank `local_rank`."""
+    return channel / f"rank_{local_rank}.pid"
 
 
-def clean_mark(channel: Path, rank: int) -> Path:
-    """Exists when rank `rank` ended without an uncaught exception."""
-    return channel / f"rank_{rank}.done"
+def clean_mark(channel: Path, local_rank: int) -> Path:
+    """Exists when this host's rank `local_rank` ended without an uncaught exception."""
+    return channel / f"rank_{local_rank}.done"
 
 
 def heartbeat(attempt: Path, rank: int) -> Path:
@@ -55,11 +55,16 @@ def rank_log(attempt: Path, rank: int) -> Path:
     return attempt / "logs" / f"rank_{rank}.log"
 
 
-def launcher_log(attempt: Path) -> Path:
-    """Everything the elastic agent printed, and ranks before they attached."""
-    return attempt / "logs" / "launcher.log"
+def unplaced_log(attempt: Path, node: int, local_rank: int) -> Path:
+    """What a rank of one of several hosts printed before its global rank was known; then it is its `rank_log`."""
+    return attempt / "logs" / f"node_{node}_local_{local_rank}.log"
 
 
-def supervisor_log(attempt: Path) -> Path:
-    """Errors of the supervisor itself; normally empty."""
-    return attempt / "logs" / "supervisor.log"
+def launcher_log(attempt: Path, node: int = 0) -> Path:
+    """Everything a host's elastic agent printed, and ranks before they attached."""
+    return attempt / "logs" / f"launcher{f'_node_{node}' if node else ''}.log"
+
+
+def supervisor_log(attempt: Path, node: int = 0) -> Path:
+    """Errors of a host's supervisor itself; normally empty."""
+    return attempt / "logs" / f"supervisor{f'_node_{node}' if node else ''}.log"

@@ -16,6 +16,7 @@ from soup_flows.launch import layout
 from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
 from soup_flows.lent import run_environment
 from soup_flows.paths import AttemptPaths, RunPaths
+from soup_flows.slurm_settings import SlurmSettings
 
 PACKAGE_ROOT = str(Path(soup_flows.__file__).resolve().parent.parent)
 """Folder that holds the package; a checkout or a site-packages folder."""
@@ -95,7 +96,19 @@ class LaunchPlan(BaseModel):
     attempt: int = Field(ge=1)
     """Number of the attempt, counted from 1."""
     nproc_per_node: int = Field(ge=1)
-    """Number of ranks on this host."""
+    """Number of ranks on each host."""
+    nodes: int = Field(1, ge=1)
+    """Number of hosts."""
+    node: int = Field(0, ge=0)
+    """Number of this host among them."""
+    engine: Literal["local", "slurm"] = "local"
+    """What starts the hosts' supervisors; see `soup_flows.launch.engines`."""
+    slurm: SlurmSettings = SlurmSettings()
+    """What the job asks for, with `engine="slurm"`."""
+    cpus_per_node: int = Field(1, ge=1)
+    """CPU cores that the ranks of a host use."""
+    uses_gpus: bool = False
+    """Whether each rank has a GPU."""
     argv: tuple[str, ...] = Field(min_length=1)
     """The launcher's command; nothing goes through a shell."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -166,6 +179,8 @@ def build_launch_plan(
     cuda_visible_devices: str | None = None,
     stall: StallSettings | None = None,
     lease: LeaseSettings | None = None,
+    nodes: int = 1,
+    slurm: SlurmSettings | None = None,
 ) -> LaunchPlan:
     """Return the plan that starts the rank program on this host under torch elastic.
 
@@ -183,15 +198,18 @@ def build_launch_plan(
             lease puts its own in their place.
         stall: the watchdog's limits; its defaults when None.
         lease: the devices to hold while the attempt runs, or None.
+        nodes: hosts.
+        slurm: what a job asks Slurm for, or None to start on this host.
 
     Raises:
         pydantic.ValidationError: if a value is out of range or `config_path` is not a temporary copy.
     """
+    threads = omp_num_threads or max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
     env = {
         # Without it an elastic restart reads addresses of the attempt before (pytorch issue 135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "OMP_NUM_THREADS": str(omp_num_threads or max(1, len(os.sched_getaffinity(0)) // nproc_per_node)),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # transformers 5.24, integrations/integration_utils.py; else they lie among the checkpoints
@@ -200,8 +218,9 @@ def build_launch_plan(
     if PACKAGE_ROOT not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     if device == "cpu":
-        # One host, so the loopback device does; a host name that does not resolve then costs nothing.
-        env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+        if nodes == 1:  # the loopback device does; a host name that does not resolve then costs nothing
+            env["GLOO_SOCKET_IFNAME"] = "lo"
     elif cuda_visible_devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
     return LaunchPlan(
@@ -209,6 +228,11 @@ def build_launch_plan(
         run_dir=str(paths.root),
         attempt=attempt,
         nproc_per_node=nproc_per_node,
+        nodes=nodes,
+        engine="local" if slurm is None else "slurm",
+        slurm=slurm or SlurmSettings(),
+        cpus_per_node=threads * nproc_per_node,
+        uses_gpus=device == "cuda",
         argv=elastic_argv(
             run_id, nproc_per_node, stop_budget_s, "-m", "soup_flows.training", str(paths.root)
         ),
@@ -223,21 +247,42 @@ def build_launch_plan(
     )
 
 
-def elastic_argv(run_id: str, nproc_per_node: int, stop_budget_s: float, *program: str) -> tuple[str, ...]:
+class Rendezvous(BaseModel):
+    """Where the hosts of a run meet, and which of them this is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    """Another one for every start, or hosts of an earlier one would be met."""
+    host: str
+    port: int
+    nodes: int
+    node: int = 0
+
+
+def elastic_argv(
+    run_id: str,
+    nproc_per_node: int,
+    stop_budget_s: float,
+    *program: str,
+    meet: Rendezvous | None = None,
+) -> tuple[str, ...]:
     """Return the torch elastic command that runs `program` (`-m module args` or `script args`) on this host.
 
-    The port is chosen by the kernel, never 29500. No restarts: an attempt is one try, and retries are decided
-    by the flow, which may change the plan.
+    On one host the port is chosen by the kernel, never 29500. No restarts: an attempt is one try, and retries
+    are decided by the flow, which may change the plan.
     """
+    here = ("--rdzv-endpoint", "localhost:0", "--local-addr", "localhost", "--rdzv-id", run_id)
+    if meet is not None:
+        conf = f"is_host={int(meet.node == 0)}"
+        here = ("--rdzv-endpoint", f"{meet.host}:{meet.port}", "--rdzv-conf", conf, "--rdzv-id", meet.id)
     return (
         sys.executable,
         *("-m", "torch.distributed.run"),
-        *("--nnodes", "1"),
+        *("--nnodes", str(meet.nodes if meet is not None else 1)),
         *("--nproc-per-node", str(nproc_per_node)),
         *("--rdzv-backend", "c10d"),
-        *("--rdzv-endpoint", "localhost:0"),
-        *("--local-addr", "localhost"),
-        *("--rdzv-id", run_id),
+        *here,
         *("--max-restarts", "0"),
         *("--shutdown-timeout", str(max(1, int(stop_budget_s)))),
         *program,

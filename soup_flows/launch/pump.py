@@ -48,6 +48,12 @@ class RotatingLog:
         self._size += written
         self.lost_bytes += len(data) - written
 
+    def move(self, path: Path) -> None:
+        """Give the file another name and go on in it."""
+        with contextlib.suppress(OSError):
+            self.path.replace(path)
+        self.path = path
+
     def close(self) -> None:
         """Close the file; a later `write` opens it again."""
         if self._fd >= 0:

@@ -43,6 +43,11 @@ def rank_number() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank() -> int:
+    """Return this process's rank on its host (`LOCAL_RANK`, the global rank where it is not set)."""
+    return int(os.environ.get("LOCAL_RANK", rank_number()))
+
+
 def attempt_dir() -> Path | None:
     """Return the attempt's folder, or None when not started by a launcher."""
     value = os.environ.get(layout.ATTEMPT_DIR)
@@ -62,18 +67,18 @@ def attach() -> bool:
     if not channel or attempt is None or not Path(channel).is_dir():
         return False
     _die_with_parent(int(os.environ[layout.SUPERVISOR_PID]))
-    number = rank_number()
-    out = os.open(layout.fifo(Path(channel), number), os.O_WRONLY)
+    local = local_rank()
+    out = os.open(layout.fifo(Path(channel), local), os.O_WRONLY)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(out, 1)
     os.dup2(out, 2)
     os.close(out)
-    _register_stacks(layout.stacks(attempt, number))
-    atexit.register(_mark_clean, layout.clean_mark(Path(channel), number))
-    pid_file = layout.pid_file(Path(channel), number)
+    _register_stacks(layout.stacks(attempt, rank_number()))
+    atexit.register(_mark_clean, layout.clean_mark(Path(channel), local))
+    pid_file = layout.pid_file(Path(channel), local)
     beside = pid_file.with_suffix(".tmp")
-    beside.write_text(str(os.getpid()))
+    beside.write_text(f"{os.getpid()} {rank_number()}")
     beside.replace(pid_file)
     return True
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,21 @@ def new_receipt(run_id: str) -> dict[str, Any]:
     }
 
 
-def first_failure(launcher_log: Path) -> dict[str, int] | None:
-    """Return `{"exit_code", "rank", "pid"}` of the rank that torch elastic saw failing first, or None."""
+def first_failure(launcher_log: Path, numbers: Mapping[int, int]) -> dict[str, int] | None:
+    """Return `{"exit_code", "rank", "pid"}` of the rank that torch elastic saw failing first, or None.
+
+    Args:
+        launcher_log: what torch elastic printed on this host; it names the local rank.
+        numbers: global rank by local rank.
+    """
     try:
         found = _FAILED.search(launcher_log.read_bytes()[-(1 << 20) :])
     except OSError:
         return None
-    return dict(zip(("exit_code", "rank", "pid"), map(int, found.groups()), strict=True)) if found else None
+    if found is None:
+        return None
+    code, local, pid = map(int, found.groups())
+    return {"exit_code": code, "rank": numbers.get(local, local), "pid": pid}
 
 
 def announce_stop(attempt: Path, reason: str, grace_s: float) -> None:
@@ -54,10 +63,10 @@ def announce_stop(attempt: Path, reason: str, grace_s: float) -> None:
             write_json(layout.stopping(attempt), {"reason": reason, "deadline": time.time() + grace_s})
 
 
-def write_receipt(attempt: Path, receipt: dict[str, Any]) -> None:
+def write_receipt(attempt: Path, receipt: dict[str, Any], node: int = 0) -> None:
     """Write the receipt to its file and to stdout, where the flow reads it even if the disk is full."""
     with contextlib.suppress(OSError):
-        write_json(AttemptPaths(attempt).receipt, receipt)
+        write_json(AttemptPaths(attempt).receipt_of(node), receipt)
     with contextlib.suppress(OSError):
         os.write(1, json.dumps(receipt).encode() + b"\n")
 
@@ -70,6 +79,31 @@ def read_receipt(text: str) -> dict[str, Any]:
             if isinstance(value, dict):
                 return value
     return {}
+
+
+def collect_receipts(attempt: AttemptPaths) -> dict[str, Any]:
+    """Put the receipts of all hosts together; empty if no host wrote one.
+
+    The reason is that of the host that stopped first: the others followed it.
+    """
+    found = []
+    for path in sorted(attempt.root.glob("receipt*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            value = json.loads(path.read_text())
+            if isinstance(value, dict) and value.get("reason"):
+                found.append(value)
+    if not found:
+        return {}
+    found.sort(key=lambda receipt: receipt.get("stop_time") or float("inf"))
+    whole = dict(found[0])
+    failures = [receipt.get("first_failure") for receipt in found]
+    whole["first_failure"] = next(filter(None, failures), None)
+    whole["exit_code"] = next((r["exit_code"] for r in found if r.get("exit_code")), whole.get("exit_code"))
+    for name in ("dead_ranks", "signalled", "kernel", "survivors"):
+        parts = [part for receipt in found for part in receipt.get(name, ())]
+        whole[name] = [part for n, part in enumerate(parts) if part not in parts[:n]]
+    whole["dead_ranks"].sort(key=lambda dead: dead["time"])
+    return whole
 
 
 def remove_temporary(channel: Path, config_path: str | None) -> None:

@@ -60,6 +60,9 @@ class Supervisor:
         self.spec = spec
         self.run_id: str = spec["run_id"]
         self.ranks: int = spec["nproc_per_node"]
+        self.node: int = spec["node"]
+        self.numbers = {local: local for local in range(self.ranks)} if spec["nodes"] == 1 else {}
+        """Global rank by local rank; with several hosts each is known once the rank has attached."""
         self.attempt, self.channel = Path(spec["attempt_dir"]), Path(spec["channel"])
         self.budget_s: float = spec["stop_budget_s"]
         self.started = time.monotonic()
@@ -75,11 +78,10 @@ class Supervisor:
         self.rank_pids: dict[int, int] = {}
         self.poll = select.poll()
         self.pumps: dict[int, Pump] = {}
+        self.rank_pumps: dict[int, Pump] = {}
         self.rank_fds: dict[int, int] = {}
         self.gone: set[int] = set()
-        self.watchdog = Watchdog(self.attempt, self.ranks, **spec["stall"])
-
-    # -- start -----------------------------------------------------------------------------------------------
+        self.watchdog = Watchdog(self.attempt, self.ranks * spec["nodes"], **spec["stall"])
 
     def start(self) -> None:
         """Become a subreaper, open every pipe, and start the launcher."""
@@ -91,10 +93,13 @@ class Supervisor:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda _number, _frame: None)  # the number arrives through the wake-up pipe
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        for rank in range(self.ranks):
-            self._add_pump(make_fifo(layout.fifo(self.channel, rank)), layout.rank_log(self.attempt, rank))
+        for local in range(self.ranks):
+            log = layout.rank_log(self.attempt, local)
+            if not self.numbers:
+                log = layout.unplaced_log(self.attempt, self.node, local)
+            self.rank_pumps[local] = self._add_pump(make_fifo(layout.fifo(self.channel, local)), log)
         output, agent_output = os.pipe2(os.O_CLOEXEC)
-        self.agent_pump = self._add_pump(output, layout.launcher_log(self.attempt))
+        self.agent_pump = self._add_pump(output, layout.launcher_log(self.attempt, self.node))
         self.agent = self._start_agent(agent_output)
         os.close(agent_output)
         for fd in (0, self.wake_fd):
@@ -110,8 +115,6 @@ class Supervisor:
         environment = {key: value for key, value in os.environ.items() if key != proc.SUPERVISOR_MARKER}
         environment[layout.SUPERVISOR_PID] = str(os.getpid())
         return proc.spawn(self.spec["argv"], environment, output)
-
-    # -- watch -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve pipes, signals and clocks until nothing of the run is left."""
@@ -181,7 +184,7 @@ class Supervisor:
             if now > self.stacks_until:
                 self._stop("stalled", "no rank made a step", min(5.0, self._grace_s()))
         else:
-            ended = {rank for rank in range(self.ranks) if layout.clean_mark(self.channel, rank).exists()}
+            ended = {n for rank, n in self.numbers.items() if layout.clean_mark(self.channel, rank).exists()}
             stall = self.watchdog.check(now, ended)
             if stall is not None:
                 self.receipt["stall"] = stall
@@ -191,10 +194,13 @@ class Supervisor:
     def _find_ranks(self) -> None:
         for rank in set(range(self.ranks)) - set(self.rank_pids):
             try:
-                pid = int(layout.pid_file(self.channel, rank).read_text())
+                pid, number = map(int, layout.pid_file(self.channel, rank).read_text().split())
             except (OSError, ValueError):
                 continue
             self.rank_pids[rank] = pid
+            if self.numbers.get(rank) != number:
+                self.numbers[rank] = number
+                self.rank_pumps[rank].log.move(layout.rank_log(self.attempt, number))
             fd = proc.pidfd(pid)
             if fd >= 0:
                 self.rank_fds[fd] = rank
@@ -207,15 +213,13 @@ class Supervisor:
         """A rank's process ended; without its clean mark that is a death and the others have to follow."""
         self.gone.add(rank)
         if not layout.clean_mark(self.channel, rank).exists():
-            dead = {"rank": rank, "pid": self.rank_pids[rank], "time": time.time()}
+            dead = {"rank": self.numbers[rank], "pid": self.rank_pids[rank], "time": time.time()}
             self.receipt["dead_ranks"].append(dead)
             self._rank_died()
 
     def _rank_died(self) -> None:
         if self.kill_at is None and self.death_until is None:
             self.death_until = time.monotonic() + RANK_DEATH_S
-
-    # -- stop ------------------------------------------------------------------------------------------------
 
     def _grace_s(self) -> float:
         """Seconds between SIGTERM and SIGKILL, so that all is over within the budget."""
@@ -253,14 +257,12 @@ class Supervisor:
         return list(dict.fromkeys(proc.descendants(os.getpid()) + proc.marked(self.run_id)))
 
     def _signal(self, pids: list[int], number: signal.Signals) -> None:
-        ranks = {pid: rank for rank, pid in self.rank_pids.items()}
+        ranks = {pid: self.numbers[rank] for rank, pid in self.rank_pids.items()}
         for pid in proc.send(pids, number):
             self.told.add(pid)
             entry = {"pid": pid, "signal": number.name, "rank": ranks.get(pid)}
             if entry not in self.receipt["signalled"]:
                 self.receipt["signalled"].append(entry)
-
-    # -- end -------------------------------------------------------------------------------------------------
 
     def finish(self) -> int:
         """Empty the pipes, remove the temporary files, write the receipt; return the exit code to pass on."""
@@ -271,7 +273,7 @@ class Supervisor:
         remove_temporary(self.channel, self.spec["config_path"])
         self.receipt.update(
             exit_code=code,
-            first_failure=first_failure(layout.launcher_log(self.attempt)),
+            first_failure=first_failure(layout.launcher_log(self.attempt, self.node), self.numbers),
             survivors=self._living(),
             oom_kills_after=proc.oom_kills(),
             kernel=kernel_lines(self.started) if self.receipt["dead_ranks"] or code else [],
@@ -282,7 +284,7 @@ class Supervisor:
             seconds_to_clean=round(now - self.asked_s, 3),
             ended=time.time(),
         )
-        write_receipt(self.attempt, self.receipt)
+        write_receipt(self.attempt, self.receipt, self.node)
         if self.receipt["reason"] == "holder_gone":
             for fd in self.spec["lease_fds"]:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a fork of the dead flow may still have a copy

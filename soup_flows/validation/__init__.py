@@ -33,6 +33,7 @@ from soup_flows.validation import (
     nvme,
     peft,
     security,
+    slurm,
     trackers,
     variables,
 )
@@ -65,7 +66,7 @@ RUN_RULES: tuple[Rule[Context], ...] = tuple(
     rule
     for domain in (
         *(batch, dtype, deepspeed, nvme, fsdp, peft, checkpointing, model, data),
-        *(environment, trackers, variables, hardware, security),
+        *(environment, trackers, variables, hardware, security, slurm),
     )
     for rule in domain.RULES
 )

@@ -14,10 +14,18 @@ LOCAL_DISKS = ("ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs
 """File systems of one machine."""
 
 
-def _disk(run: Context) -> Disk | None:
+def output_disk(run: Context) -> Disk | None:
     """Return the reading of the output folder's disk, if the machine's recording has one."""
     folder = str(Path(run.spec.output_dir).expanduser().absolute())
     return next((d for d in run.hardware.disks if d.path == folder), None)
+
+
+def checkpoint_bytes(run: Context) -> int | None:
+    """Return the size of a checkpoint of a full fine-tune: weights and optimizer state; None where unknown."""
+    count = run.model.parameters
+    if count is None or not run.full:
+        return None
+    return count * (12 if run.plan.engine in ("ddp", "single") else 14)
 
 
 def _saved_bytes(run: Context) -> int | None:
@@ -39,7 +47,7 @@ def _saved_bytes(run: Context) -> int | None:
 )
 def no_room(run: Context) -> Iterator[Found]:
     """An output disk that does not hold the final model."""
-    need, disk = _saved_bytes(run), _disk(run)
+    need, disk = _saved_bytes(run), output_disk(run)
     if need and disk and need > disk.free_bytes:
         yield Found(f"the model takes {need / GIB:.1f} GiB and {disk.free_bytes / GIB:.1f} GiB are free")
 
@@ -55,7 +63,7 @@ def no_room(run: Context) -> Iterator[Found]:
 )
 def in_memory(run: Context) -> Iterator[Found]:
     """An output folder in main memory."""
-    disk = _disk(run)
+    disk = output_disk(run)
     if disk and disk.filesystem in ("tmpfs", "ramfs"):
         yield Found(f"{disk.path} is on {disk.filesystem}")
 
@@ -120,10 +128,9 @@ def rarely_saved(run: Context) -> Iterator[Found]:
 )
 def no_room_for_checkpoints(run: Context) -> Iterator[Found]:
     """An output disk that holds the final model but not the checkpoints to keep."""
-    count, disk = run.model.parameters, _disk(run)
-    if count is None or disk is None or not run.full or run.spec.recovery.save_steps == 0:
+    each, disk = checkpoint_bytes(run), output_disk(run)
+    if each is None or disk is None or run.spec.recovery.save_steps == 0:
         return
-    each = count * (12 if run.plan.engine in ("ddp", "single") else 14)
     need = each * (run.spec.recovery.save_total_limit + 1) + (_saved_bytes(run) or 0)
     if need > disk.free_bytes >= (_saved_bytes(run) or 0):
         yield Found(
@@ -143,7 +150,7 @@ def no_room_for_checkpoints(run: Context) -> Iterator[Found]:
 )
 def shards_apart(run: Context) -> Iterator[Found]:
     """Several machines, and an output folder on a disk of one of them."""
-    disk = _disk(run)
+    disk = output_disk(run)
     if run.plan.nodes > 1 and disk is not None and disk.filesystem in LOCAL_DISKS:
         yield Found(f"{disk.path} is on {disk.filesystem} and the run has {run.plan.nodes} nodes")
 

@@ -22,6 +22,7 @@ DOMAINS = {
     "CP": "What a run writes",
     "EN": "Packages, folders and environment variables",
     "HW": "Machine",
+    "SL": "Slurm",
     "SE": "Security",
     "DP": "Model class, tokenizer and rows (the deep look)",
 }

@@ -20,7 +20,8 @@ import pytest
 from soup_flows.launch import proc
 from soup_flows.launch.outcome import classify, tails
 from soup_flows.launch.plan import StallSettings
-from soup_flows.launch.run import run, sweep
+from soup_flows.launch.run import run
+from soup_flows.launch.supervised import sweep
 from tests.launch.conftest import HOLDER, Launch, until
 
 pytestmark = pytest.mark.ranks

@@ -59,9 +59,25 @@ def disk(free_gib: float, kind: str = "ext4") -> Any:
     )
 
 
+def slurm(**values: Any) -> dict[str, Any]:
+    """Return a spec of a Slurm job that asks for these values."""
+    return {"launcher": {"engine": "slurm", "slurm": values}}
+
+
 # rule -> (caught, let through); a value may be a function of the folder
 RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "BT003": ({"spec": {**ZERO3, "gpus": 1}}, {"spec": {"deepspeed": "zero3_offload", "gpus": 1}}),
+    "SL002": ({"spec": slurm(time_min=3)}, {"spec": slurm(time_min=4)}),
+    "SL003": (
+        {"model": EIGHT_B, "spec": slurm(time_min=60)},
+        {"model": EIGHT_B, "spec": slurm(time_min=60, signal_s=300)},
+    ),
+    "SL005": ({"spec": slurm(), "on": disk(900)}, {"spec": slurm(), "on": disk(900, "nfs4")}),
+    "SL006": ({"spec": {"launcher": {"slurm": {"nodes": 2}}}}, {"spec": slurm(partition="a100")}),
+    "SL007": (
+        {"spec": slurm(), "environ": {"HF_TOKEN": "hf_x"}},
+        {"spec": {}, "environ": {"HF_TOKEN": "hf_x"}},
+    ),
     "BT004": ({"rows": 15}, {"rows": 16}),
     "BT005": ({"rows": 1}, {"rows": 2}),
     "BT006": (

@@ -34,6 +34,8 @@ INSTALLATION = {
     "EN011",
     "EN026",
     "EN027",
+    "SL001",
+    "SL004",
 }
 """Rules about what is installed here: tested one by one below."""
 
@@ -119,6 +121,42 @@ def test_missing_package(
     assert not BY_ID[rule_id].apply(context)
     monkeypatch.setitem(sys.modules, module, None)
     assert BY_ID[rule_id].apply(context)
+
+
+SINFO = "a100*|4|128|1031000|gpu:a100:8(S:0-1)|2-00:00:00\ncpu|20|64+|257000+|(null)|infinite\n"
+"""As sinfo 22.05 prints the format that is asked for."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "words"),
+    [
+        ({}, 8, ""),
+        ({"nodes": 4, "time_min": 2880}, 8, ""),
+        ({"nodes": 5}, 8, "at most 4"),
+        ({"time_min": 2881}, 8, "at most 0"),
+        ({"cpus_per_node": 129}, 8, "at most 0"),
+        ({"memory_gib": 1007}, 8, "at most 0"),
+        ({"memory_gib": 1006}, 8, ""),
+    ],
+)
+def test_what_no_partition_has(
+    settings: dict[str, Any], gpus: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sinfo = tmp_path / "bin" / "sinfo"
+    sinfo.parent.mkdir()
+    spec = {"gpus": gpus, "launcher": {"engine": "slurm", "slurm": settings}}
+    context = run(tmp_path, spec=spec, on=machine("A100", 8), plan={"nodes": settings.get("nodes", 1)})
+    monkeypatch.setenv("PATH", str(sinfo.parent))
+    assert BY_ID["SL001"].apply(context)
+    assert not BY_ID["SL004"].apply(context)  # nothing is known without the command
+    for name in ("sbatch", "squeue", "scontrol", "scancel", "sinfo"):
+        command = sinfo.with_name(name)
+        command.write_text(f"#!/bin/sh\nprintf '{SINFO}'\n")
+        command.chmod(0o700)
+    assert not BY_ID["SL001"].apply(context)
+    found = " ".join(problem.message for problem in BY_ID["SL004"].apply(context))
+    assert bool(found) == bool(words)
+    assert words in found
 
 
 def test_missing_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
