@@ -143,7 +143,6 @@ ELSEWHERE = {
     "prefect deploy --prefect-file deployments/prefect.yaml --all": (
         "asks questions on a terminal; the same as above without them"
     ),
-    "python blocks/register_blocks.py": "tests/prefect/test_blocks.py::test_the_documents_are_right",
     "python benchmarks/": "measures for minutes; the page has its figures",
     "python -m soup_flows.training.look": "tests/validation/test_deep.py::test_validate_looks_only_when_asked",
     "python -m soup_flows.validation": "tests/validation/test_pages.py::test_page_is_current",
@@ -227,7 +226,7 @@ def folder(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def arguments(command: str, folder: Path) -> list[str]:
     """Return the command's arguments, with the page's absolute paths and placeholders in the test's folder."""
-    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one"}
+    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one", "DIR": str(ROOT / "blocks")}
     words = [meant.get(word, word) for word in shlex.split(command)[1:]]
     return [re.sub(r"^/(models|data)/", rf"{folder}/\1/", word) for word in words]
 
