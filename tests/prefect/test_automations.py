@@ -30,7 +30,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
-GENEROUS_S = 300
+GENEROUS_S = 600
 SHORT_S = 10.0
 
 

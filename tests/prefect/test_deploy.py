@@ -52,13 +52,25 @@ def nightly(client: SyncPrefectClient) -> tuple[Any, DeploymentSchedule]:
     return found, schedule
 
 
+def made_automations(client: SyncPrefectClient) -> dict[str, Any]:
+    return {a.name: (a.enabled, a.trigger, a.actions) for a in client.read_automations()}
+
+
 @pytest.mark.server
 @pytest.mark.usefixtures("nothing_deployed")
 def test_everything_is_there_and_twice_is_once(client: SyncPrefectClient, pool: str) -> None:
     request = DeployRequest(pool=pool, automations=True)
     shown = deploy(request, dry_run=True)
     assert not client.read_work_pools() or pool not in {p.name for p in client.read_work_pools()}
-    first, second = deploy(request), deploy(request)
+    first, made_first = deploy(request), made_automations(client)
+    second = deploy(request)
+    assert made_automations(client) == made_first
+    actions = {name: action.type for name, (_, _, (action,)) in made_first.items()}
+    assert actions == {
+        "soup-flows: restart a crashed run": "change-flow-run-state",
+        "soup-flows: cancel on a loss that is not finite": "cancel-flow-run",
+        "soup-flows: end a lost run": "change-flow-run-state",
+    }
     assert [(s.kind, s.name) for s in shown] == [(s.kind, s.name) for s in first]
     assert {step.action for step in second} <= {"keep", "update", "leave out"}
     made = client.read_work_pool(pool)
@@ -81,8 +93,6 @@ def test_everything_is_there_and_twice_is_once(client: SyncPrefectClient, pool: 
     assert found.global_concurrency_limit.limit == 1
     for kind in block_types():
         assert client.read_block_type_by_slug(kind.get_block_type_slug())
-    ours = [a for a in client.read_automations() if a.name.startswith("soup-flows: ")]
-    assert len(ours) == 3
     assert [s.action for s in first if s.name == "soup-training-job/demo-job"] == ["create"]
     assert [s.action for s in second if s.name == "soup-training-job/demo-job"] == ["keep"]
     assert read_job("demo-job")["model"] == "demo://tiny-llama"
