@@ -137,6 +137,10 @@ ELSEWHERE = {
     "prefect worker start --pool gpu": (
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model"
     ),
+    "prefect flow-run": "needs runs; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder",
+    "prefect deployment schedule": (
+        "needs a server; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder"
+    ),
     "prefect deployment run": (
         "needs a worker; tests/prefect/test_docs.py::test_runs_of_deployments_are_accepted checks each, "
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model runs one"
