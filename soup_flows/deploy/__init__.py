@@ -1,17 +1,16 @@
-"""`soup-flows deploy`: work pool, block types, deployments and automations on a Prefect server, in one call."""
+"""`soup-flows deploy`: work pool, blocks, deployments and automations on a Prefect server, in one call."""
 
 from __future__ import annotations
 
 import httpx
-from prefect.blocks.core import Block
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
-from soup_flows import blocks
 from soup_flows.deploy.automations import ensure_automations
 from soup_flows.deploy.deployments import ensure_deployments
+from soup_flows.deploy.documents import block_types, ensure_block_types, ensure_documents
 from soup_flows.deploy.pools import ensure_pool
 from soup_flows.deploy.values import DeployRequest, Step
 from soup_flows.errors import refuse
@@ -42,7 +41,8 @@ def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
         with get_client(sync_client=True) as client:
             return [
                 ensure_pool(client, request, dry_run),
-                *_ensure_block_types(client, dry_run),
+                *ensure_block_types(client, dry_run),
+                *ensure_documents(client, request, dry_run),
                 *ensure_deployments(client, request, dry_run),
                 *(ensure_automations(client, request, dry_run) if request.automations else ()),
             ]
@@ -60,21 +60,3 @@ def _check_schedule(cron: str, timezone: str) -> None:
         message = f"got {cron!r} in {timezone!r}: {why}"
         fix = "write minute, hour, day, month, weekday, such as '0 2 * * *', and a zone such as Europe/Berlin"
         raise refuse("DEPLOY008", "--schedule", message, fix) from None
-
-
-def block_types() -> list[type[Block]]:
-    """Return the block types of this package, by name."""
-    found = [v for v in vars(blocks).values() if isinstance(v, type) and issubclass(v, Block)]
-    return sorted((t for t in found if t.__module__ == blocks.__name__), key=lambda t: t.__name__)
-
-
-def _ensure_block_types(client: SyncPrefectClient, dry_run: bool) -> list[Step]:
-    """Register the block types; the server keeps older versions of a schema."""
-    known = {kind.slug for kind in client.read_block_types()}
-    steps = []
-    for kind in block_types():
-        slug = kind.get_block_type_slug()
-        if not dry_run:
-            kind.register_type_and_schema()
-        steps.append(Step(kind="block type", name=slug, action="update" if slug in known else "create"))
-    return steps

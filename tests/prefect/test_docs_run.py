@@ -120,6 +120,10 @@ ELSEWHERE = {
         "starts ranks; tests/training/test_rehearse.py::test_plan_rehearses_a_good_run_and_leaves_nothing"
     ),
     "soup-flows plan --trace": "imports torch; tests/training/test_trace.py::test_trace_and_closed_form_agree",
+    "soup-flows train --model M --dataset D --output-dir /shared/runs --deepspeed zero3 --gpus 8 "
+    "--set launcher.engine=slurm --set launcher.slurm.nodes=2 --set launcher.slurm.partition=a100": (
+        "needs a cluster; tests/engines/test_slurm.py::test_two_machines runs its flow on a Slurm of its own"
+    ),
     "soup-flows train --spec spec.yaml": (
         "trains; one is planned from in "
         "tests/core/test_plan_command.py::test_a_config_of_another_tool_gives_the_plan_of_the_same_spec"
@@ -133,6 +137,10 @@ ELSEWHERE = {
     "prefect worker start --pool gpu": (
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model"
     ),
+    "prefect flow-run": "needs runs; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder",
+    "prefect deployment schedule": (
+        "needs a server; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder"
+    ),
     "prefect deployment run": (
         "needs a worker; tests/prefect/test_docs.py::test_runs_of_deployments_are_accepted checks each, "
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model runs one"
@@ -143,7 +151,6 @@ ELSEWHERE = {
     "prefect deploy --prefect-file deployments/prefect.yaml --all": (
         "asks questions on a terminal; the same as above without them"
     ),
-    "python blocks/register_blocks.py": "tests/prefect/test_blocks.py::test_the_documents_are_right",
     "python benchmarks/": "measures for minutes; the page has its figures",
     "python -m soup_flows.training.look": "tests/validation/test_deep.py::test_validate_looks_only_when_asked",
     "python -m soup_flows.validation": "tests/validation/test_pages.py::test_page_is_current",
@@ -227,7 +234,7 @@ def folder(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def arguments(command: str, folder: Path) -> list[str]:
     """Return the command's arguments, with the page's absolute paths and placeholders in the test's folder."""
-    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one"}
+    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one", "DIR": str(ROOT / "blocks")}
     words = [meant.get(word, word) for word in shlex.split(command)[1:]]
     return [re.sub(r"^/(models|data)/", rf"{folder}/\1/", word) for word in words]
 
