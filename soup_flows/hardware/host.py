@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from soup_flows.hardware.values import Disk, HostMemory
+from soup_flows.user_file import expanded
 
 NO_LIMIT = 1 << 60
 """cgroup v1 writes 9223372036854771712 for "no limit"; nothing real comes near 2**60 bytes."""
@@ -54,7 +55,7 @@ def cgroup_folders(root: Path, controller: str) -> tuple[list[Path], int]:
 
 def _number(path: Path) -> int | None:
     text = (read_text(path) or "").strip()
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def memory(root: Path, environ: Mapping[str, str]) -> tuple[HostMemory, str]:
@@ -118,10 +119,10 @@ def _used(folder: Path, version: int) -> int | None:
 def _slurm_memory(environ: Mapping[str, str]) -> int | None:
     """Return Slurm's memory for this node in bytes; 0 or absent means no limit (sbatch(1), --mem)."""
     mib = environ.get("SLURM_MEM_PER_NODE", "")
-    if mib.isdigit() and int(mib):
+    if mib.isdecimal() and int(mib):
         return int(mib) << 20
     per_cpu, cpus = environ.get("SLURM_MEM_PER_CPU", ""), environ.get("SLURM_CPUS_ON_NODE", "")
-    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu):
+    if per_cpu.isdecimal() and cpus.isdecimal() and int(per_cpu):
         return int(per_cpu) * int(cpus) << 20
     return None
 
@@ -145,7 +146,7 @@ def cores(root: Path, environ: Mapping[str, str]) -> tuple[int, str]:
         if quota is not None and quota < best:
             best, source = max(1, int(quota)), f"quota of {folder} (cgroup v{version})"
     granted = environ.get("SLURM_CPUS_ON_NODE", "")
-    if granted.isdigit() and 0 < int(granted) < best:
+    if granted.isdecimal() and 0 < int(granted) < best:
         best, source = int(granted), "SLURM_CPUS_ON_NODE"
     return best, source
 
@@ -154,14 +155,14 @@ def _quota(folder: Path, version: int) -> float | None:
     """Return the CPU quota in cores, or None without one."""
     if version == 2:
         first, _, period = (read_text(folder / "cpu.max") or "").strip().partition(" ")
-        return int(first) / int(period) if first.isdigit() and period.isdigit() else None
+        return int(first) / int(period) if first.isdecimal() and period.isdecimal() else None
     quota, length = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota / length if quota and length else None
 
 
 def disk(path: str | Path, root: Path) -> Disk | None:
     """Return the file system of `path` or its nearest existing parent; None if it cannot be read."""
-    asked = Path(path).expanduser().absolute()
+    asked = expanded(path).absolute()
     here = next((p for p in (asked, *asked.parents) if p.exists()), None)
     if here is None:
         return None
@@ -196,4 +197,4 @@ def memlock(root: Path) -> int | Literal["unlimited"] | None:
     found = re.search(r"^Max locked memory\s+(\S+)", text, re.MULTILINE)
     if not found:
         return None
-    return int(found[1]) if found[1].isdigit() else "unlimited"
+    return int(found[1]) if found[1].isdecimal() else "unlimited"
