@@ -194,7 +194,7 @@ def _value(text: str) -> Any:
     """Read a value as JSON, else take it as text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

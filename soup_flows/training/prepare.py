@@ -28,6 +28,7 @@ from soup_flows.errors import refuse
 from soup_flows.hardware import host
 from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 from soup_flows.validation.seen import Seen, seen_file
 
 BYTES_PER_WORKER = 4 * 2**20
@@ -79,7 +80,7 @@ def tokenizer_folder(spec: TrainingSpec) -> Path:
     Raises:
         Refused: if the Hub cannot be reached or has no such model.
     """
-    folder = Path(spec.model).expanduser()
+    folder = expanded(spec.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

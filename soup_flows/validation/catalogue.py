@@ -15,6 +15,10 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
         "A path is outside the folders that the worker's `SOUP_FLOWS_ROOTS` allows",
         "use a path inside them",
     ),
+    "SPEC005": (
+        "A path is one that no file can have: a NUL, or a name longer than the file system takes",
+        "give the path of a file or a folder",
+    ),
     "CLI001": ("`--set` is not of the form name=value", "write --set training.learning_rate=2e-5"),
     "CLI002": ("The file given as `--spec` cannot be read", "give JSON or YAML with the settings"),
     "CLI003": ("The file given as `--hardware` cannot be read", "record one with soup-flows doctor --json"),

@@ -18,6 +18,7 @@ from soup_flows.manifest import library_versions
 from soup_flows.paths import write_atomic
 from soup_flows.resume import digest
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 TIMEOUT_S = 180.0
 
@@ -60,7 +61,7 @@ def seen_file(spec: TrainingSpec) -> Path | None:
 
     `prepare dataset` leaves it there, since its process has the libraries loaded that a look needs.
     """
-    folder = Path(spec.model).expanduser()
+    folder = expanded(spec.model)
     try:
         data = entry_of(spec, folder, spec.dataset, "dataset").name
         model = [

@@ -19,7 +19,7 @@ from soup_flows.launch.rank import EventWriter
 from soup_flows.manifest import Manifest
 from soup_flows.mirror import LINKS, Mirror
 from soup_flows.paths import RunPaths
-from soup_flows.report import read_attempt
+from soup_flows.run_events import read_attempt
 from soup_flows.store import Store
 
 RUN = "run-1"

@@ -16,6 +16,8 @@ PACKAGE = ROOT / "soup_flows"
 
 # Each may import only what stands before it.
 CORE = (
+    "json_text",
+    "safetensors_header",
     "units",
     "charts",
     "errors",
@@ -54,7 +56,6 @@ CORE = (
     "launch",
     "run_lock",
     "ledger",
-    "safetensors_header",
     "manifest",
     "checkpoints",
     "resume_fit",
@@ -63,6 +64,7 @@ CORE = (
     "store",
     "validation",
     "report",
+    "run_events",
     "measured",
     "attempts",
     "mirror",

@@ -9,7 +9,6 @@ see `soup_flows.slurm_job` for what happens inside it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from soup_flows.errors import Problem, refuse
+from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import Handle, LogLine, Status, finished, read_logs
 from soup_flows.launch.engines.slurm_commands import ANSWER_S, KILL_WAIT_S, Unanswered, alive, ask, call
 from soup_flows.launch.engines.slurm_text import (
@@ -206,7 +206,7 @@ class SlurmEngine:
     def _present(self, handle: Handle) -> int:
         """Return the attempt that the job is in: it writes the launch plan anew when Slurm starts it again."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self._number = int(json.loads(handle.paths.launch.read_text())["attempt"])
+            self._number = int(parse_json(handle.paths.launch.read_text())["attempt"])
         return self._number
 
     @staticmethod
