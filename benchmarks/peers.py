@@ -41,7 +41,8 @@ class Peer:
 
 
 PEERS = {
-    "ours": Peer("soup-flows", "ours.py"),
+    "ours": Peer("soup-flows", "ours.py", ("tasks",)),
+    "flow": Peer("soup-flows, flow with a Prefect server", "ours.py", ("flow",)),
     "grouped": Peer("Trainer, grouped by length", "plain.py", ("grouped",), TORCHRUN),
     "padded": Peer("Trainer, padded", "plain.py", ("random",), TORCHRUN),
     "accelerate": Peer("Trainer under accelerate launch", "plain.py", ("random",), ACCELERATE),
@@ -55,12 +56,12 @@ class NotInstalled(Exception):
     """A peer is not there; the text says why."""
 
 
-def python_of(peer: Peer, folder: Path | None) -> Path:
+def python_of(peer: Peer, folder: Path) -> Path:
     """Return the interpreter of a peer's environment, which is made when it is missing.
 
     Args:
         peer: which one.
-        folder: where the environments are; None makes none.
+        folder: where the environments are.
 
     Raises:
         NotInstalled: if it cannot be installed.
@@ -68,8 +69,6 @@ def python_of(peer: Peer, folder: Path | None) -> Path:
     if not peer.environment:
         return Path(sys.executable)
     name, version = PINS[peer.environment]
-    if folder is None:
-        raise NotInstalled(f"{name} is in no environment here: give --peers DIR")
     home = (folder / peer.environment).absolute()
     python = home / "bin" / "python"
     if not python.exists():
@@ -95,7 +94,7 @@ def versions_of(python: Path, names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def peer_versions(names: list[str], folder: Path | None) -> dict[str, str]:
+def peer_versions(names: list[str], folder: Path) -> dict[str, str]:
     """Return `peer: package` -> version for the peers that have environments of their own."""
     found = {}
     for key in names:
@@ -112,7 +111,7 @@ def peer_versions(names: list[str], folder: Path | None) -> dict[str, str]:
 
 
 def run_peer(
-    key: str, assets: Path, peers: Path | None, *, steps: int | None = None, out: Path | None = None
+    key: str, assets: Path, peers: Path, *, steps: int | None = None, out: Path | None = None
 ) -> Row:
     """Train the rows once with a peer.
 
@@ -124,8 +123,8 @@ def run_peer(
         out: an empty folder that is kept; a temporary one when None.
 
     Returns:
-        What `timed` returns; `run`, `command`; where it trained: what the ranks counted (see `counted`). A peer
-        that cannot be installed has `why` in their place.
+        What `timed` returns; `run`, `command`; where it trained: what the ranks counted (see `counted`); of ours also
+        `phases`, Unix seconds. A peer that cannot be installed has `why` in their place.
     """
     peer = PEERS[key]
     try:
@@ -144,6 +143,8 @@ def run_peer(
         begun = row.pop("begun")
         ranks = [json.loads(path.read_text()) for path in sorted((kept / "counts").glob("rank*.json"))]
         row = {"run": key, "command": " ".join(shown)} | row
+        if (kept / "phases.json").exists():
+            row["phases"] = json.loads((kept / "phases.json").read_text())
         if len(ranks) == RANKS:  # a rank that aborts at its exit has still trained
             return row | counted(ranks, begun)
         return row | {"why": _last_line(kept / "log")}

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import Result, Row, keep, load, say, spread
+from benchmarks.harness import ROOT, Result, Row, keep, load, say, spread
 from benchmarks.peers import PEERS, peer_versions, run_peer
 
 ORDER = ("ours", "grouped", "llama-factory", "soup", "trl", "padded")
@@ -34,7 +34,10 @@ def add_choice(parser: argparse.ArgumentParser, order: tuple[str, ...]) -> None:
     parser.add_argument(
         "--only", default=",".join(order), metavar="NAMES", help="comma separated: %(default)s"
     )
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="environments of peers, made when missing")
+    place = ROOT / "build" / "benchmarks" / "peers"
+    parser.add_argument(
+        "--peers", type=Path, default=place, metavar="DIR", help="environments, made when missing"
+    )
 
 
 def chosen(arguments: argparse.Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Transformers' plain `Trainer`, as its documentation has it: `plain.py ASSETS OUT random|grouped`, under torchrun."""
+"""Transformers' plain `Trainer`: `plain.py ASSETS OUT random|grouped [STEPS]`, under torchrun."""
 
 import sys
 
