@@ -29,7 +29,7 @@ from soup_flows.validation import validate
 
 PLAN = ("-m", "soup_flows.cli", "plan", "--json", "--gpu", "h100-80gb", "--gpus", "8")
 PROCESSES = {
-    "python -c pass": ("-c", "pass"),
+    "nothing": ("-c", "pass"),
     "import soup_flows": ("-c", "import soup_flows"),
     "import soup_flows.spec": ("-c", "import soup_flows.spec"),
     "import prefect": ("-c", "import prefect"),

@@ -50,10 +50,14 @@ def throughput_table(result: Result) -> str:
     cpu, wall = (throughput.ratios(result, figure) for figure in ("tokens_per_cpu_s", "tokens_per_s"))
     first = throughput.ratios(result, "first_step_s")
     ratios = [
-        [throughput.PEERS[name].label, f"{cpu[name]:.2f}", throughput.GOALS[name], *(f"{r[name]:.2f}" for r in (wall, first))]
+        [
+            throughput.PEERS[name].label,
+            throughput.GOALS[name],
+            *(f"{r[name]:.2f}" for r in (cpu, wall, first)),
+        ]
         for name in cpu
-    ]  # fmt: skip
-    more = table(["soup-flows against", "per CPU second", "goal", "per second", "first step"], ratios)
+    ]
+    more = table(["soup-flows against", "goal", "per CPU second", "per second", "first step"], ratios)
     return f"{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
 
 

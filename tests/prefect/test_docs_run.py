@@ -145,6 +145,7 @@ ELSEWHERE = {
     ),
     "python blocks/register_blocks.py": "tests/prefect/test_blocks.py::test_the_documents_are_right",
     "python benchmarks/": "measures for minutes; the page has its figures",
+    "python -m benchmarks": "measures for minutes; tests/core/test_benchmarks.py::test_the_page_is_current",
     "python -m soup_flows.training.look": "tests/validation/test_deep.py::test_validate_looks_only_when_asked",
     "python -m soup_flows.validation": "tests/validation/test_pages.py::test_page_is_current",
     "python3 -m venv": "sets a machine up",
