@@ -152,6 +152,7 @@ ELSEWHERE = {
         "asks questions on a terminal; the same as above without them"
     ),
     "python benchmarks/": "measures for minutes; the page has its figures",
+    "python -m benchmarks": "measures for minutes; tests/core/test_benchmarks.py::test_the_page_is_current",
     "python -m soup_flows.training.look": "tests/validation/test_deep.py::test_validate_looks_only_when_asked",
     "python -m soup_flows.validation": "tests/validation/test_pages.py::test_page_is_current",
     "python3 -m venv": "sets a machine up",
