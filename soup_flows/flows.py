@@ -238,8 +238,7 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
     if running is not None:
         return _rejoin(spec, paths, run_id, running)
     places = [p for p in (spec.output_dir, spec.nvme_path) if p]
-    recorded = spec.launcher.slurm.hardware if spec.launcher.engine == "slurm" else None
-    hardware = detect_hardware(spec.device, places, recorded)
+    hardware = detect_hardware(spec.device, places, *spec.recorded_machine)
     rows = reconcile(paths, spec.recovery)
     check_restarts(rows, spec.recovery, paths.root)
     change = rows[-1].change if rows else Change()
