@@ -6,17 +6,20 @@ No Prefect and no torch is imported.
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 
 from soup_flows.attempts import reconcile
 from soup_flows.launch.plan import LaunchPlan, Rendezvous, elastic_argv
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.ledger import Change
-from soup_flows.paths import RunPaths, write_atomic, write_json
+from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
+from soup_flows.report import read_attempt
 from soup_flows.resume import Orders, find_start
 from soup_flows.run_config import write_config
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.stop import StopRequest
 
 
 def read_launch(paths: RunPaths) -> LaunchPlan:
@@ -46,7 +49,8 @@ def next_attempt(
     Raises:
         Refused: if the run's own checkpoint does not fit any more.
     """
-    _say_why(launch, title)
+    if launch.attempt_paths.root.exists():
+        _say_why(launch, title)
     spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
     old = Orders.model_validate_json(paths.orders.read_bytes())
     reconcile(paths, spec.recovery, state="cancelled")
@@ -82,6 +86,20 @@ def _say_why(launch: LaunchPlan, title: str) -> None:
     elif receipt["reason"] in ("signal", "holder_gone", "stopped"):
         receipt |= {"reason": "preempted", "detail": f"{title} ended the job and started it again"}
     write_json(attempt.receipt, receipt)
+
+
+def ask_to_save(paths: RunPaths) -> None:
+    """Have the ranks save a checkpoint at the end of their step and end."""
+    request = StopRequest(run_dir=str(paths.root), save=True, time=time.time())
+    write_json(paths.stop_request, request.model_dump())
+
+
+def new_step(attempt: AttemptPaths) -> int | None:
+    """Return the step that an attempt saved when it was stopped, if it made any."""
+    found = read_attempt(attempt)
+    stopped = found.get("stopped_at")
+    saved = None if stopped is None else stopped.last_saved
+    return saved if saved is not None and saved > found.get("started_from", 0) else None
 
 
 def free_port() -> int:

@@ -32,6 +32,8 @@ class Seen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
+    node: str
+    """Ray's id of it."""
     address: str
     """By which the others reach it."""
     port: int
@@ -47,8 +49,8 @@ class Seen(BaseModel):
 class Host:
     """One machine; its supervisor runs below the actor and ends with it."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, node: str) -> None:
+        self.address, self.node = address, node
         self._reason: str | None = None
 
     def look(self, run_dir: str, word: str) -> str:
@@ -60,6 +62,7 @@ class Host:
         paths = RunPaths(Path(run_dir))
         return Seen(
             name=socket.gethostname(),
+            node=self.node,
             address=self.address,
             port=free_port(),
             time=time.time(),

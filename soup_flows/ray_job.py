@@ -8,6 +8,7 @@ flow decides about them. No Prefect and no torch is imported.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from soup_flows.cluster_job import next_attempt, read_launch
+from soup_flows.cluster_job import ask_to_save, new_step, next_attempt, read_launch
 from soup_flows.errors import Refused
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.ray import WAITS, per_machine
@@ -28,10 +30,13 @@ from soup_flows.launch.engines.ray_http import in_words
 from soup_flows.launch.plan import LaunchPlan, Rendezvous
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.paths import RunPaths, write_atomic, write_json
+from soup_flows.ray_elastic import Sizes, count
 from soup_flows.ray_host import Host, Seen, collect_word, differences, leave_word
 
 MARGIN_S = 12.0
 """Seconds beyond the stop budget after which a machine that says nothing is taken for lost."""
+GROW_AFTER_S = 20.0
+"""Seconds for which there has to be room before the ranks are stopped to use it."""
 TOLD = "TerminationSignal: SIGTERM from Ray"
 """Reason of a stop that Ray asked for; whose wish it was, the flow knows."""
 
@@ -50,8 +55,12 @@ class Job:
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self.launch = read_launch(paths)
+        self.sizes = Sizes(paths, self.launch) if self.launch.ray.min_nodes else None
+        self.bundle = per_machine(self.launch)
         self.told: str | None = None
         self.starts = 0
+        self.growing = False
+        self.room_since: float | None = None
 
     def hear(self, *_: Any) -> None:
         """Handle SIGTERM: everything is to save and stop."""
@@ -59,10 +68,17 @@ class Job:
 
     def drive(self) -> int:
         """Make attempts until one ends for a reason that is not a machine's."""
-        without_progress = 0
-        while True:
-            group = self.reserve()
-            if group is None:
+        fruitless = 0
+        again = False
+        while (got := self.reserve()) is not None:
+            group, nodes = got
+            before = start_step(self.paths)
+            if again or nodes != self.launch.nodes:
+                plan = self.sizes.plan(nodes) if self.sizes else None
+                self.launch = next_attempt(self.paths, self.launch, "Ray", plan)
+            fruitless = fruitless + 1 if again and start_step(self.paths) <= before else 0
+            if fruitless > max_retries(self.paths):
+                say(f"no checkpoint was made in {fruitless} attempts, so that no other is begun")
                 return 1
             lost = ""
             try:
@@ -71,44 +87,70 @@ class Job:
                 lost = str(error)
             finally:
                 remove_placement_group(group)
-            self.say_how_it_ended(lost)
+            again = self.say_how_it_ended(lost)
             if finished(self.launch.attempt_paths):
                 return 0
-            if not lost or self.told:
-                return 1
-            before = start_step(self.paths)
-            self.launch = next_attempt(self.paths, self.launch, "Ray")
-            without_progress = 0 if start_step(self.paths) > before else without_progress + 1
-            if without_progress > max_retries(self.paths):
-                say(
-                    f"{lost}; no checkpoint was made in {without_progress} attempts, so that no other is begun"
-                )
+            if not again or self.told:
                 return 1
             self.starts += 1
+        return 1
 
-    def reserve(self) -> PlacementGroup | None:
-        """Wait for a place on each machine; None when told to stop."""
-        bundle = per_machine(self.launch)
-        bundles = [dict(bundle) for _ in range(self.launch.nodes)]
-        group = placement_group(bundles, strategy="STRICT_SPREAD")
+    def reserve(self) -> tuple[PlacementGroup, int] | None:
+        """Wait for a place on each machine; None when told to stop.
+
+        Where fewer machines would do, those that are missing are waited for some time only.
+        """
+        while True:
+            alive = count([node["Resources"] for node in ray.nodes() if node["Alive"]], self.bundle)
+            order = self.sizes.order(alive) if self.sizes else [self.launch.nodes]
+            for nodes in order:
+                patience = self.launch.ray.patience_s if self.sizes else math.inf
+                group = placement_group([dict(self.bundle)] * nodes, strategy="STRICT_SPREAD")
+                if self.granted(group, nodes, patience):
+                    return group, nodes
+                remove_placement_group(group)
+                if self.told:
+                    return None
+
+    def granted(self, group: PlacementGroup, nodes: int, patience_s: float) -> bool:
+        """Wait until a group has its places, and say why it has not."""
         waits = self.paths.temp / WAITS
+        end = time.monotonic() + patience_s
         try:
             while not group.wait(1):
-                if self.told:
-                    remove_placement_group(group)
-                    return None
-                write_atomic(waits, self.why_it_waits(bundle))
+                if self.told or time.monotonic() > end:
+                    return False
+                write_atomic(waits, self.why_it_waits(nodes))
         finally:
             waits.unlink(missing_ok=True)
-        return group
+        return True
 
-    def why_it_waits(self, bundle: dict[str, float]) -> str:
+    def why_it_waits(self, nodes: int) -> str:
         """Say what is asked for, and what the cluster has free."""
-        free = {name: n for name, n in ray.available_resources().items() if name in bundle}
+        free = {name: n for name, n in ray.available_resources().items() if name in self.bundle}
         return (
-            f"{self.launch.nodes} machine(s) with {in_words(bundle)} are asked for; free in the cluster: "
+            f"{nodes} machine(s) with {in_words(self.bundle)} are asked for; free in the cluster: "
             f"{in_words(free) or 'nothing'}"
         )
+
+    def grow(self, nodes: Sequence[str]) -> None:
+        """Have the ranks save and end when there has been room for more machines for some time.
+
+        Args:
+            nodes: Ray's ids of the machines that run.
+        """
+        if self.sizes is None or self.growing or self.paths.stop_request.exists():
+            return
+        free = available_resources_per_node()
+        others = [resources for node, resources in free.items() if node not in nodes]
+        if self.sizes.larger(len(nodes), count(others, self.bundle)) is None:
+            self.room_since = None
+        elif self.room_since is None:
+            self.room_since = time.monotonic()
+        elif time.monotonic() - self.room_since > GROW_AFTER_S:
+            say("there is room for more machines: the ranks save, and go on with them")
+            self.growing = True
+            ask_to_save(self.paths)
 
     def attempt(self, group: PlacementGroup) -> None:
         """Run the ranks of all machines to their end.
@@ -138,7 +180,7 @@ class Job:
                     node=n,
                 ).model_dump_json()
             runs.append(host.run.remote(text, meet, os.getcwd()))
-        self.wait(hosts, runs, names)
+        self.wait(hosts, runs, names, [host.node for host in seen])
         return None
 
     def look(self, hosts: Sequence[Any]) -> list[Seen]:
@@ -166,7 +208,9 @@ class Job:
             raise Unfit("; ".join(faults))
         return seen
 
-    def wait(self, hosts: Sequence[Any], runs: Sequence[Any], names: Sequence[str]) -> None:
+    def wait(
+        self, hosts: Sequence[Any], runs: Sequence[Any], names: Sequence[str], nodes: Sequence[str]
+    ) -> None:
         """Wait for all machines; after the first that failed, or when told to stop, the others are stopped.
 
         Raises:
@@ -176,8 +220,9 @@ class Job:
         lost: list[str] = []
         until: float | None = None
         while left:
-            ready, _ = ray.wait(list(left), timeout=0.5)
+            ready, _ = ray.wait(list(left), timeout=1.0)
             reason = self.told
+            self.grow(nodes)
             for ref in ready:
                 n = left.pop(ref)
                 try:
@@ -213,23 +258,33 @@ class Job:
         attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(attempt.receipt, receipt)
 
-    def say_how_it_ended(self, lost: str) -> None:
-        """Put the receipts of all machines together."""
+    def say_how_it_ended(self, lost: str) -> bool:
+        """Put the receipts of all machines together; returns whether another attempt goes on from here."""
         attempt = self.launch.attempt_paths
         receipt = collect_receipts(attempt)
+        again = False
         if lost and not finished(attempt):
             receipt = receipt or new_receipt(self.launch.run_id) | {"survivors": []}
-            receipt |= {
-                "reason": "node_lost",
-                "detail": lost,
-                "stop_time": receipt.get("stop_time") or time.time(),
-            }
+            stop_time = receipt.get("stop_time") or time.time()
+            receipt |= {"reason": "node_lost", "detail": lost, "stop_time": stop_time}
+            again = True
+        if self.growing:
+            self.growing, self.room_since = False, None
+            self.paths.stop_request.unlink(missing_ok=True)
+            step = new_step(attempt)
+            if receipt.get("reason") == "exited" and step is not None:
+                receipt |= {
+                    "reason": "preempted",
+                    "detail": f"saved at step {step} to go on with more machines",
+                }
+                again = True
         if receipt:
             attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_json(attempt.receipt, receipt)
         say(
             f"attempt {self.launch.attempt}: {receipt.get('reason', 'no receipt')} {receipt.get('detail', '')}"
         )
+        return again
 
 
 def place(launch: LaunchPlan, group: PlacementGroup, number: int) -> Any:
@@ -239,7 +294,7 @@ def place(launch: LaunchPlan, group: PlacementGroup, number: int) -> Any:
 
     class Here(Host):
         def __init__(self) -> None:
-            super().__init__(ray.util.get_node_ip_address())
+            super().__init__(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
 
     return (
         ray.remote(Here)

@@ -16,16 +16,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from soup_flows.cluster_job import free_port, meeting, next_attempt, on_host, read_launch
+from soup_flows.cluster_job import (
+    ask_to_save,
+    free_port,
+    meeting,
+    new_step,
+    next_attempt,
+    on_host,
+    read_launch,
+)
 from soup_flows.errors import Refused
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.local import ASKED
 from soup_flows.launch.plan import Rendezvous
 from soup_flows.launch.receipt import collect_receipts
 from soup_flows.launch.run import run
-from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import read_attempt
-from soup_flows.stop import StopRequest
+from soup_flows.paths import RunPaths, write_atomic, write_json
 
 SIGNAL_S = 2.0
 """Seconds in which the supervisor hears Slurm's SIGTERM itself; after that it is told."""
@@ -74,8 +80,7 @@ def leave(paths: RunPaths) -> int:
     """Ask the ranks to save at the end of their step, since the time limit is near."""
     paths.temp.mkdir(mode=0o700, exist_ok=True)
     _leaving(paths).touch()
-    request = StopRequest(run_dir=str(paths.root), save=True, time=time.time())
-    write_json(paths.stop_request, request.model_dump())
+    ask_to_save(paths)
     return 0
 
 
@@ -89,7 +94,7 @@ def end(paths: RunPaths) -> int:
         return 0
     if not _leaving(paths).exists() or receipt.get("reason") != "exited":
         return 1
-    step = _new_step(attempt)
+    step = new_step(attempt)
     if step is None:
         words = "the time limit of the job came near before a new step was saved"
         write_json(attempt.receipt, receipt | {"reason": "timeout", "detail": words})
@@ -100,14 +105,6 @@ def end(paths: RunPaths) -> int:
     if done.returncode == 0:
         signal.pause()  # Slurm ends this process
     return 1
-
-
-def _new_step(attempt: AttemptPaths) -> int | None:
-    """Return the step that an attempt saved when it was stopped, if it made any."""
-    found = read_attempt(attempt)
-    stopped = found.get("stopped_at")
-    saved = None if stopped is None else stopped.last_saved
-    return saved if saved is not None and saved > found.get("started_from", 0) else None
 
 
 def _leaving(paths: RunPaths) -> Path:

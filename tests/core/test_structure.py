@@ -71,6 +71,7 @@ CORE = (
     "stop",
     "cluster_job",
     "ray_host",
+    "ray_elastic",
     "slurm_job",
     "ray_job",
     "consolidate",
