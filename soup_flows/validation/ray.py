@@ -11,6 +11,7 @@ from soup_flows.errors import Refused
 from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.launch.engines.ray_http import ADDRESS, Dashboard, find_token, read_machines, why_infeasible
 from soup_flows.ray_settings import RaySettings
+from soup_flows.resume_fit import converts_any
 from soup_flows.validation import cluster
 from soup_flows.validation.table import Context, Found, rule, rules_in
 
@@ -170,6 +171,25 @@ def another_version(run: Context) -> Iterator[Found]:
     version = str(found.get("ray_version")) if isinstance(found, dict) else json.dumps(found)
     if not version.startswith("2.60."):
         yield Found(f"the cluster runs Ray {version}")
+
+
+@rule(
+    "RAY009",
+    "error",
+    "launcher.ray.min_nodes",
+    "the run could not go on with fewer machines, and not with more again",
+    fix="use a preset whose checkpoints are converted (zero1, zero2, FSDP), or leave launcher.ray.min_nodes out",
+    source="soup_flows/resume_fit.py; deepspeed 0.19.8 runtime/engine.py, ZeRORuntimeException",
+    versions=RAY,
+)
+def cannot_change_size(run: Context) -> Iterator[Found]:
+    """Fewer machines allowed, and a strategy whose checkpoints another number of ranks cannot read."""
+    ray = _ray(run)
+    if ray is None or ray.min_nodes in (None, ray.nodes):
+        return
+    adapters = run.spec.trains_adapters
+    if run.plan.engine == "deepspeed" and not converts_any(run.plan, adapters):
+        yield Found(f"min_nodes={ray.min_nodes}, and {run.plan.strategy} keeps one optimizer file per rank")
 
 
 RULES = rules_in(globals())

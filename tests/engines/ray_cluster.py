@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.engines.cluster import free_ports
 
-HEAD, SECOND = "127.0.0.1", "127.0.0.2"
+HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 CPUS = 4
 GENEROUS_S = 240.0
 
@@ -40,7 +40,7 @@ class RayCluster:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.port = free_ports(40)
-        self.address = f"http://{HEAD}:{self.port + 1}"
+        self.address = f"http://127.0.0.1:{self.port + 1}"
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SOUP_FLOWS_"))},
@@ -63,7 +63,7 @@ class RayCluster:
             where = [
                 "--head",
                 f"--port={self.port}",
-                f"--dashboard-host={HEAD}",
+                "--dashboard-host=127.0.0.1",
                 f"--dashboard-port={first + 1}",
             ]
         with (self.root / f"{address}.out").open("ab") as output:

@@ -167,7 +167,7 @@ def waiting(paths: RunPaths) -> str:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if any(map(str.isalnum, line))]
     return lines[-1][:500] if lines else ""
 
 
