@@ -72,7 +72,7 @@ class Job:
         again = False
         while (got := self.reserve()) is not None:
             group, nodes = got
-            before = start_step(self.paths)
+            before = start_step(self.paths) if again else 0
             if again or nodes != self.launch.nodes:
                 plan = self.sizes.plan(nodes) if self.sizes else None
                 self.launch = next_attempt(self.paths, self.launch, "Ray", plan)

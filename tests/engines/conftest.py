@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -86,6 +87,13 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=CLUSTERS)
+def cluster_name(request: pytest.FixtureRequest) -> str:
+    """Every engine whose jobs outlive the flow."""
+    request.getfixturevalue(request.param)
+    return str(request.param)
+
+
 def a_flow_on(name: str) -> ClusterEngine:
     """Return the engine as another flow process would make it."""
     return SlurmEngine() if name == "slurm" else RayEngine(RaySettings())
@@ -107,6 +115,20 @@ def marked(run_id: str) -> list[str]:
     ids = [run_id, *(f"{run_id}.{node}" for node in range(4))]
     pids = {pid for found in ids for pid in proc.marked(found)}
     return [f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}" for pid in sorted(pids)]
+
+
+def job_of(run: Run | Light) -> str:
+    """Return the cluster's own name of a run's job."""
+    (handle,) = (p for name in CLUSTERS if (p := run.paths.root / f"{name}.json").exists())
+    return str(json.loads(handle.read_text())["job"])
+
+
+def on_machines(run: Run, gpus: int = 1) -> Run:
+    """Return the run with so many ranks on each machine of a cluster whose machines are all this one."""
+    silence = {"CP007": "all machines are this machine"}
+    validation = run.spec.validation.model_copy(update={"silence": silence})
+    run.spec = run.spec.model_copy(update={"gpus": gpus, "validation": validation})
+    return run
 
 
 class Run:
