@@ -234,6 +234,8 @@ class BlockNames(Group):
     """Block of the type Soup Hugging Face Credentials; the ranks get its token as HF_TOKEN."""
     tracker: str | None = Field(None, min_length=1, title="Experiment tracker")
     """Block of the type Soup Experiment Tracker; rank 0 reports there."""
+    ray_cluster: str | None = Field(None, min_length=1, title="Ray cluster")
+    """Block of the type Soup Ray Cluster: where `launcher.engine=ray` submits to, and the token for it."""
     checkpoint_store: str | None = Field(None, min_length=1, title="Checkpoint store")
     """Block of the type Soup Checkpoint Store; checkpoints and the model are copied there, and a run that comes
     back on another machine goes on from there."""

@@ -52,8 +52,8 @@ INHERITED_RANK_VARIABLES = (
 """Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and
 DeepSpeed (`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
 
-ORCHESTRATOR_SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
-"""Credentials of the orchestrator, which ranks have no use for."""
+ORCHESTRATOR_SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Credentials of the orchestrator and of the cluster, which ranks have no use for."""
 
 PASSED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD",
                   "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY", "NEPTUNE_API_TOKEN", "CLEARML_API_SECRET_KEY",
