@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from prefect import runtime
+from prefect import State, runtime
+from prefect.client.orchestration import get_client
 from prefect.events import emit_event
+from prefect.states import Running
 
 from soup_flows.artifacts import create_artifact, update_artifact
 from soup_flows.launch.plan import LaunchPlan
@@ -100,6 +102,31 @@ class LiveView:
             eta_s=state.eta_s,
             stragglers=state.stragglers(),
         )
+
+
+class Waiting:
+    """Says in the flow run's own state what it waits for, as a `Running` with the name Waiting; it never raises.
+
+    A run that is not running, such as one that is being cancelled, keeps its state.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def say(self, text: str) -> None:
+        """Say what is waited for, such as `slurm: waits: Resources`; empty once the run goes on."""
+        flow_run_id = runtime.flow_run.id
+        if flow_run_id is None or text == self._text:
+            return
+        self._text = text
+        try:
+            with get_client(sync_client=True) as client:
+                state = client.read_flow_run(flow_run_id).state
+                if state is not None and state.is_running():
+                    said: State = Running(name="Waiting" if text else "Running", message=text or None)
+                    client.set_flow_run_state(flow_run_id, said)
+        except Exception as error:
+            logger.info("the state could not say %r: %s", text, error)
 
 
 def emit_end(report: TrainReport) -> None:
