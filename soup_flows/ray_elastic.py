@@ -11,6 +11,7 @@ from soup_flows.launch.plan import LaunchPlan
 from soup_flows.paths import RunPaths
 from soup_flows.sharding import ShardingPlan, make_plan
 from soup_flows.spec import TrainingSpec
+from soup_flows.validation import count_rows
 
 
 class Sizes:
@@ -56,9 +57,8 @@ class Sizes:
 
 def _plan_for(spec: TrainingSpec, paths: RunPaths, nodes: int, like: ShardingPlan) -> ShardingPlan:
     hardware = Hardware.model_validate_json(paths.hardware.read_bytes())
-    rows = (
-        PreparedData.model_validate_json(paths.data.read_bytes()).train_rows if paths.data.is_file() else None
-    )
+    known = paths.data.is_file()
+    rows = PreparedData.model_validate_json(paths.data.read_bytes()).train_rows if known else count_rows(spec)
     return make_plan(spec, hardware, rows, nodes, kept=like)
 
 

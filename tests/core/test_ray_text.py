@@ -28,9 +28,13 @@ from soup_flows.launch.engines.ray_http import (
 )
 from soup_flows.launch.plan import PASSED_SECRETS, LaunchPlan, build_launch_plan
 from soup_flows.paths import RunPaths
+from soup_flows.ray_elastic import Sizes
+from soup_flows.ray_elastic import count as machines_with
 from soup_flows.ray_host import Seen, differences, interface_variables
 from soup_flows.ray_settings import RaySettings
+from soup_flows.sharding import make_plan
 from soup_flows.spec import parse_spec
+from tests.validation.world import run
 
 HOSTILE = 'it\'s a "bad" dir; echo $HOME `id` 100% \\'
 NODES = {
@@ -268,6 +272,33 @@ def test_machines_that_cannot_run_together() -> None:
     )
     assert faults == ["b (b) does not share the run directory", "torch is 2.13.0 on a and 2.12.0 on c"]
     assert odd == ["the clock of d differs by at least 60 s"]
+
+
+def test_the_sizes_that_a_run_can_have(tmp_path: Path) -> None:
+    """Of 1 to 5 machines with two ranks each, 3 and 5 cannot divide 16 rows; the batch is kept."""
+    nodes = {"nodes": 4, "min_nodes": 1}
+    spec = {"fsdp": "full_shard", "gpus": 2, "launcher": {"engine": "ray", "ray": nodes}}
+    context = run(tmp_path, spec=spec)
+    paths = RunPaths.of(tmp_path, "run-1").create()
+    plan = make_plan(context.spec, context.hardware, 64, 4)
+    for path, value in ((paths.spec, context.spec), (paths.plan, plan), (paths.hardware, context.hardware)):
+        path.write_text(value.model_dump_json())
+    sizes = Sizes(paths, launch(tmp_path).model_copy(update={"nodes": 4, "ray": context.spec.launcher.ray}))
+    assert [sizes.order(alive) for alive in (0, 1, 2, 3, 4)] == [[4], [4, 1], [4, 2, 1], [4, 2, 1], [4, 2, 1]]
+    assert [sizes.larger(1, free) for free in (0, 1, 2, 3, 9)] == [None, 2, 2, 4, 4]
+    assert sizes.larger(4, 9) is None
+    assert sizes.plan(4) == plan
+    for count in (1, 2, 4):
+        found = sizes.plan(count)
+        assert (found.nodes, found.world_size, found.strategy) == (count, 2 * count, "full_shard")
+        assert found.batch.global_batch_size == plan.batch.global_batch_size == 16
+        assert found.steps == plan.steps
+    some = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 8.0}]
+    assert [machines_with(some, wanted) for wanted in ({"CPU": 4}, {"CPU": 1, "GPU": 2}, {"TPU": 1})] == [
+        2,
+        1,
+        0,
+    ]
 
 
 def test_the_interface_that_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
