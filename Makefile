@@ -1,6 +1,6 @@
 # make demo   a real 2-rank fine-tune as a Prefect flow        make demo PRESET=zero3
 # make test   the test suite                                   make check   lint, types, fast tests
-# make test-engines   one contract for the engines, with a real Slurm (apt-get install slurm-wlm munge; root)
+# make test-engines   one contract for the engines, with a real Slurm (apt-get install slurm-wlm munge; root) and Ray ([ray])
 # make bench  measure throughput, start-up, memory, scale again: hours (docs/benchmarks.md)
 # make test-long   what `make test` leaves out: drills with a server, kills and resumes under every strategy, all methods
 PYTHON ?= python3

@@ -12,6 +12,7 @@ from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.engines import Engine, Status, finished
 from soup_flows.launch.engines.local import LocalEngine
+from soup_flows.launch.engines.ray import RayEngine
 from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
@@ -138,7 +139,9 @@ def engine(launch: LaunchPlan, lease_fds: Sequence[int] = ()) -> Engine:
         launch: it names its engine.
         lease_fds: locks that a supervisor on this machine holds too.
     """
-    return LocalEngine(lease_fds) if launch.engine == "local" else SlurmEngine()
+    if launch.engine == "local":
+        return LocalEngine(lease_fds)
+    return SlurmEngine() if launch.engine == "slurm" else RayEngine(launch.ray)
 
 
 def running_elsewhere(paths: RunPaths) -> LaunchPlan | None:

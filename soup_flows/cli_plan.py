@@ -178,9 +178,9 @@ def plan_and_validate(
 
 
 def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> dict[str, Any] | None:
-    """Return the command and environment that would start the ranks; None for several machines without Slurm."""
-    slurm = spec.launcher.slurm if spec.launcher.engine == "slurm" else None
-    if plan.nodes > 1 and slurm is None:
+    """Return the command and environment that would start the ranks; None for several machines without a cluster."""
+    cluster = spec.launcher.cluster
+    if plan.nodes > 1 and cluster is None:
         return None
     paths = RunPaths.of(spec.output_dir, PREVIEW)
     launch = build_launch_plan(
@@ -194,10 +194,10 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
         stop_budget_s=spec.launcher.stop_budget_s,
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
-        if plan.device == "cuda" and slurm is None
+        if plan.device == "cuda" and cluster is None
         else None,
         nodes=plan.nodes,
-        slurm=slurm,
+        cluster=cluster,
     )
     return launch.model_dump(mode="json")
 
@@ -229,6 +229,7 @@ def machine(spec: TrainingSpec, gpu: str | None) -> Hardware:
     """Return a machine with GPUs of the kind `gpu`, or this one when None."""
     if gpu is not None:
         return imagined(gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
-    if spec.launcher.engine == "slurm" and spec.launcher.slurm.hardware is not None:
-        return read_recorded(spec.launcher.slurm.hardware, "launcher.slurm.hardware")
+    recorded, field = spec.recorded_machine
+    if recorded is not None:
+        return read_recorded(recorded, field)
     return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])

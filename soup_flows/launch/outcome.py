@@ -137,6 +137,8 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
         errors = [error for error in errors if "broken pipe" not in error.message.lower()]
     death = _death(attempt, receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
+        # what the other ranks say of a machine that went away is that they lost a peer
+        lambda: _from_stop(attempt, receipt) if receipt.get("reason") == "node_lost" else None,
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
         lambda: _from_error(min(errors, key=lambda e: (_peer_gone(e), e.time))) if errors else None,
         lambda: _from_stop(attempt, receipt),

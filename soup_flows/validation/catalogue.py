@@ -218,9 +218,21 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "HW024": ("Little memory may be locked, and RDMA locks its buffers", "raise the limit"),
     "HW025": ("The GPUs differ", "choose equal ones"),
     "HW026": ("A GPU without bf16", "fp16 with loss scaling is used"),
-    "ENGINE001": ("The engine local and several machines", "use launcher.engine=slurm, or one machine"),
+    "ENGINE001": (
+        "The engine local and several machines",
+        "use launcher.engine=slurm or ray, or one machine",
+    ),
     "ENGINE002": ("Slurm does not answer", "start the flow where Slurm's commands work; see `scontrol ping`"),
     "ENGINE003": ("Slurm refuses the job", "the message says why; `sinfo` lists what there is"),
+    "ENGINE004": (
+        "Ray's dashboard does not answer",
+        "start the flow where the dashboard can be reached; see `ray status` on the head",
+    ),
+    "ENGINE005": (
+        "The Ray cluster refuses the token",
+        "set RAY_AUTH_TOKEN to what `ray get-auth-token` prints",
+    ),
+    "ENGINE006": ("Ray refuses the job", "the message says why; `ray status` lists what there is"),
     "VA001": ("A rule that does not exist is silenced", "the message names the nearest one"),
     "RH001": ("Something the rehearsal on CPU ranks ran", "nothing to do"),
     "RH002": ("Something the rehearsal on CPU ranks cannot show", "keep it in mind"),

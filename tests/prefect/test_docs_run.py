@@ -113,6 +113,14 @@ ELSEWHERE = {
         "needs four GPUs; tests/prefect/test_flow.py::test_a_run_leaves_its_config_report_and_log_and_no_secret "
         "runs its flow on two CPU ranks"
     ),
+    "soup-flows train --model M --dataset D --output-dir /shared/runs --deepspeed zero3 --gpus 8 "
+    "--set launcher.engine=slurm --set launcher.slurm.nodes=2 --set launcher.slurm.partition=a100": (
+        "needs a Slurm with GPUs; tests/engines/test_clusters.py::test_two_machines"
+    ),
+    "soup-flows train --model M --dataset D --output-dir /shared/runs --deepspeed zero3 --gpus 8 "
+    "--set launcher.engine=ray --set launcher.ray.address=http://FIRST:8265 --set launcher.ray.nodes=2": (
+        "needs a Ray with GPUs; tests/engines/test_clusters.py::test_two_machines"
+    ),
     "soup-flows plan --rehearse": (
         "starts ranks; tests/training/test_rehearse.py::test_plan_rehearses_a_good_run_and_leaves_nothing"
     ),
@@ -120,10 +128,6 @@ ELSEWHERE = {
         "starts ranks; tests/training/test_rehearse.py::test_plan_rehearses_a_good_run_and_leaves_nothing"
     ),
     "soup-flows plan --trace": "imports torch; tests/training/test_trace.py::test_trace_and_closed_form_agree",
-    "soup-flows train --model M --dataset D --output-dir /shared/runs --deepspeed zero3 --gpus 8 "
-    "--set launcher.engine=slurm --set launcher.slurm.nodes=2 --set launcher.slurm.partition=a100": (
-        "needs a cluster; tests/engines/test_slurm.py::test_two_machines runs its flow on a Slurm of its own"
-    ),
     "soup-flows train --spec spec.yaml": (
         "trains; one is planned from in "
         "tests/core/test_plan_command.py::test_a_config_of_another_tool_gives_the_plan_of_the_same_spec"
