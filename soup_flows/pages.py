@@ -108,9 +108,9 @@ def _head(report: TrainReport) -> str:
 
 
 def problems_table(problems: Sequence[Problem]) -> str:
-    """Return the findings as a table, in the order given."""
-    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in problems]
-    return table(("severity", "rule", "setting", "what would happen", "fix"), rows)
+    """Return the findings as a table, in the order given; of few columns, since Prefect's page is narrow."""
+    rows = [(f"{p.severity} {p.id}", f"`{p.field}`: {p.message}", p.fix) for p in problems]
+    return table(("finding", "what would happen", "fix"), rows)
 
 
 def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) -> str:

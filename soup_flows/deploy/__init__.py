@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+import prefect
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import get_current_settings
@@ -14,6 +15,9 @@ from soup_flows.deploy.documents import block_types, ensure_block_types, ensure_
 from soup_flows.deploy.pools import ensure_pool
 from soup_flows.deploy.values import DeployRequest, Step
 from soup_flows.errors import refuse
+
+REFUSAL_TEXT = 500
+"""Characters of a server's refusal that are shown."""
 
 __all__ = ["DeployRequest", "Step", "block_types", "deploy"]
 
@@ -46,6 +50,13 @@ def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
                 *ensure_deployments(client, request, dry_run),
                 *(ensure_automations(client, request, dry_run) if request.automations else ()),
             ]
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        message = f"the server at {url} answers {code}: {error.response.text[:REFUSAL_TEXT]}"
+        fix = "set PREFECT_API_AUTH_STRING (self-hosted) or PREFECT_API_KEY (Prefect Cloud)"
+        if code not in (401, 403):
+            fix = f"use a server of this Prefect's version ({prefect.__version__}), or the other way round"
+        raise refuse("DEPLOY010", "PREFECT_API_URL", message, fix) from None
     except httpx.TransportError as error:
         message = f"the server at {url} does not answer: {error}"
         raise refuse("DEPLOY002", "PREFECT_API_URL", message, "start it, or correct the address") from None

@@ -63,13 +63,14 @@ def ensure_automations(client: SyncPrefectClient, request: DeployRequest, dry_ru
 
 
 def _spelled_out(automation: AutomationCore, enabled: bool) -> AutomationCore:
-    """Return it with every field set.
+    """Return it with every field of its trigger and actions set.
 
     The client's update sends the fields alone that were set (prefect 3.9.1,
     client/orchestration/_automations/client.py, `exclude_unset`); without its type the server takes an action
-    such as CancelFlowRun for another one, DoNothing.
+    such as CancelFlowRun for another one, DoNothing. It refuses fields of an automation that it has no update for.
     """
-    return AutomationCore.model_validate(automation.model_dump(mode="json") | {"enabled": enabled})
+    given = automation.model_dump(mode="json", include=automation.model_fields_set)
+    return AutomationCore.model_validate(given | {"enabled": enabled})
 
 
 def _notification_block(client: SyncPrefectClient, name: str) -> UUID:

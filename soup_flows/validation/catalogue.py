@@ -50,6 +50,10 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     "DEPLOY007": ("A number given to `deploy` is out of range", "the message names the range"),
     "DEPLOY008": ("The schedule is no cron line, or its time zone does not exist", "write '0 2 * * *'"),
     "DEPLOY009": ("A document that `deploy` should keep as a block is wrong", "correct the named file"),
+    "DEPLOY010": (
+        "The server refuses what `deploy` asks",
+        "give its credentials, or use one Prefect version",
+    ),
     "PLAN001": ("The run needs GPUs and the machine offers none", "use a GPU machine, or device=cpu"),
     "PLAN002": ("More GPUs are asked for than can be seen", "ask for fewer, or gpus=auto"),
     "PLAN003": ("fp16 on CPU", "use fp32 or bf16"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,10 +15,13 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.server.events.schemas.automations import AutomationUpdate
+from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from soup_flows import cli
 from soup_flows.deploy import DeployRequest, block_types, deploy
+from soup_flows.deploy.automations import _spelled_out, automations
 from soup_flows.deploy.deployments import definitions, job_variables
 from soup_flows.deploy.documents import read_documents
 from soup_flows.deploy.pools import ensure_pool, job_template
@@ -234,6 +239,41 @@ def test_the_command(client: SyncPrefectClient, pool: str, capsys: pytest.Captur
 def test_without_a_server_it_says_so(url: str | None, rule: str) -> None:
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(Refused, match=rule):
         deploy(DeployRequest())
+
+
+@pytest.mark.parametrize(("code", "words"), [(401, "PREFECT_API_AUTH_STRING"), (422, "version")])
+def test_a_server_that_refuses_is_told(code: int, words: str) -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(b"not you")
+
+        def log_message(self, *_: Any) -> None:
+            """Be quiet."""
+
+    server = HTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(Refused, match="DEPLOY010") as caught:
+        deploy(DeployRequest())
+    server.shutdown()
+    assert f"answers {code}: not you" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_server_takes_an_automation_as_it_was_meant() -> None:
+    """What the client sends for an update, read as the server reads it."""
+    for wanted in automations(DeployRequest(automations=True), uuid4()):
+        sent = _spelled_out(wanted, enabled=False).model_dump(mode="json", exclude_unset=True)
+        taken = AutomationUpdate.model_validate(sent)
+        assert not taken.enabled
+        assert [a.type for a in taken.actions] == [a.type for a in wanted.actions]
+        assert taken.trigger.model_dump(mode="json", exclude={"id"}) == (
+            ServerTrigger.model_validate(wanted.trigger.model_dump(mode="json")).model_dump(
+                mode="json", exclude={"id"}
+            )
+        )
 
 
 def test_the_classic_file_is_the_same_file() -> None:

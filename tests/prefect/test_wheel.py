@@ -234,17 +234,17 @@ def test_the_page_from_an_empty_folder(box: Box, installed: Path) -> None:
     # -- every night, and not -----------------------------------------------------------------------
     nightly, now = page["6"]
     assert "0 2 * * * UTC, on" in box.run(f"{nightly} --device cpu --gpus 2 --set training.max_steps=2")
-    (schedule,) = json.loads(box.run(f"{schedules} --output json"))
+    (schedule,) = json.loads(box.run(schedules))
     assert schedule["active"]
     box.run(pause.replace("SCHEDULE_ID", schedule["id"]))
     box.run(deploy)
-    (schedule,) = json.loads(box.run(f"{schedules} --output json"))
+    (schedule,) = json.loads(box.run(schedules))
     assert not schedule["active"]  # what was paused stays paused
     assert "Completed" in box.run(f"{now} --watch"), box.log()
 
 
 def running(box: Box, command: str) -> list[str]:
-    return [run["id"] for run in json.loads(box.run(f"{command} --output json"))]
+    return [run["id"] for run in json.loads(box.run(command))]
 
 
 def browse(url: str, profile: Path) -> str:
