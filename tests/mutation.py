@@ -29,10 +29,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TESTS: dict[str, tuple[str, ...]] = {
     "soup_flows/batch.py": ("tests/core/test_batch.py",),
-    "soup_flows/memory": ("tests/core/test_memory.py", "tests/core/test_memory_accuracy.py", "tests/core/test_planner.py"),
-    "soup_flows/sharding": ("tests/core/test_planner.py", "tests/core/test_sharding.py", "tests/core/test_presets.py"),
-    "soup_flows/validation": ("tests/validation/test_rules.py", "tests/validation/test_validate.py",
-                              "tests/validation/test_good_setups.py", "tests/validation/test_known_failures.py"),
+    "soup_flows/memory": tuple(f"tests/core/test_{n}.py" for n in ("memory", "memory_accuracy", "planner")),
+    "soup_flows/sharding": tuple(f"tests/core/test_{n}.py" for n in ("planner", "sharding", "presets")),
+    "soup_flows/validation": tuple(
+        f"tests/validation/test_{n}.py" for n in ("rules", "validate", "good_setups", "known_failures")
+    ),
 }  # fmt: skip
 """Modules, and the tests that answer for them."""
 NOT_LOGIC = ("catalogue.py", "explain.py", "__main__.py", "trace.py", "deep.py", "seen.py")
@@ -45,7 +46,8 @@ _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
 }  # fmt: skip
 _BINARY: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from soup_flows.spec import TrainingSpec
 
 PACKAGE = Path(__file__).parents[2] / "soup_flows"
-DESCRIBES = {"spec.py", "settings.py", "slurm_settings.py", "spec_problems.py", "other_words.py", "group.py", "blocks.py",
-             "demo.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py", "stored_job.py"}  # fmt: skip
+DESCRIBES = {"spec.py", "settings.py", "slurm_settings.py", "spec_problems.py", "other_words.py", "group.py",
+             "blocks.py", "demo.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py", "stored_job.py"}  # fmt: skip
 """Where settings are defined, translated or filled in: to be read there is no effect."""
 
 
@@ -164,7 +164,9 @@ def test_a_setting_that_nothing_reads_is_found() -> None:
         ast.parse(
             "def f(spec: TrainingSpec, given: LauncherSettings, other: Other):\n"
             "    data, lora = spec.data, spec.lora\n"
-            "    return spec.training.max_steps, given.stop_budget_s, data.packing, other.seed, lora.r, self.spec.gpus\n"
+            "    return spec.training.max_steps, given.stop_budget_s, data.packing, other.seed, lora.r\n"
+            "def g(self):\n"
+            "    return self.spec.gpus\n"
         )
     )
     paths = {path for kind, name, path in LEAVES if (kind, name) in seen.found}

@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 DEEP = "[" * 100_000
 WEIRD = (
-    "", " ", "auto", "nan", "1e999", "-0", "0x1F", "1_000", "²", "٣", "\u0130", "\x00", "\x1b[2J", "../../etc/passwd", "~",
-    "~nobody-here/x", "/", "/dev/zero", "a/b", "x" * 5000, "\ud800", "\udcff.json", "zero3", "None", "null", "true",
-    "checkpoint-1",
+    "", " ", "auto", "nan", "1e999", "-0", "0x1F", "1_000", "²", "٣", "\u0130", "\x00", "\x1b[2J",
+    "../../etc/passwd", "~", "~nobody-here/x", "/", "/dev/zero", "a/b", "x" * 5000, "\ud800",
+    "\udcff.json", "zero3", "None", "null", "true", "checkpoint-1",
 )  # fmt: skip
 WHOLE = (0, 1, -1, 2, 7, 255, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, -(10**30))
 BROKEN = (0.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), float("-inf"))
@@ -53,11 +53,12 @@ VALUES = st.recursive(
 """Any JSON value, and what is nearly one."""
 
 PIECES = (
-    b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b"\r\n", b"{", b"}", b"[", b"]", b'"', b"\\",
-    b",", b":", b" ", b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'"\\ud800"', b"// x\n", b"&a *a", b"*a", b"!!int ''",
-    b"!!float ''", b"!!bool x", b"!!timestamp x", b"!!binary x", b"!!set {a}", b"!!python/object:os.system x", b"? [a]\n: b",
-    b"<<: {a: 1}\n", b"<<: 1\n", b"---\n", b"...\n", b"%YAML 9.9\n", b"2001-99-99", b"2001-01-01 25:61:61", b"1:99:99.9", b"=",
-    b"0b", b"0o9", b"-", b"#", b"|", b">", b"\t", b"[" * 3000, b'{"a":' * 3000, b"- " * 3000, DEEP.encode(),
+    b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b"\r\n", b"{", b"}",
+    b"[", b"]", b'"', b"\\", b",", b":", b" ", b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b'"\\ud800"',
+    b"// x\n", b"&a *a", b"*a", b"!!int ''", b"!!float ''", b"!!bool x", b"!!timestamp x", b"!!binary x",
+    b"!!set {a}", b"!!python/object:os.system x", b"? [a]\n: b", b"<<: {a: 1}\n", b"<<: 1\n", b"---\n",
+    b"...\n", b"%YAML 9.9\n", b"2001-99-99", b"2001-01-01 25:61:61", b"1:99:99.9", b"=", b"0b", b"0o9",
+    b"-", b"#", b"|", b">", b"\t", b"[" * 3000, b'{"a":' * 3000, b"- " * 3000, DEEP.encode(),
 )  # fmt: skip
 
 
@@ -171,6 +172,7 @@ def clear(text: str) -> None:
 
 def clear_problems(problems: list[Problem] | tuple[Problem, ...]) -> None:
     """Each says what was found, as text that can be printed and stored."""
+    assert isinstance(problems, list | tuple)
     for problem in problems:
         clear(problem.message)
         clear(str(problem))
@@ -183,11 +185,10 @@ def value_or_refusal(read: Callable[[], T], *also: type[Exception]) -> T | None:
         try:
             return read()
         except Refused as refused:
-            assert refused.problems
             clear_problems(refused.problems)
         except BadFile as bad:
             clear(str(bad))
-            assert bad.fix
+            clear(bad.fix)
         except also as error:
             clear(str(error))
     return None

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from soup_flows.architecture import from_folder
 from soup_flows.architecture.files import folder_shapes, index_parameters
-from soup_flows.errors import Refused
 from soup_flows.hardware import imagined
 from soup_flows.safetensors_header import elements, read_header
 from soup_flows.sharding import make_plan
@@ -32,6 +31,15 @@ HEADER: dict[str, Any] = {
 }
 
 
+TOKENIZER = {"chat_template": "{{ messages }}", "added_tokens_decoder": {"1": {"content": "<s>"}}}
+ODD_TOKENIZER = {"added_tokens_decoder": {"\N{SUPERSCRIPT TWO}": {"content": "x"}}}
+INDEX = {"metadata": {"total_parameters": 5, "total_size": 9}, "weight_map": {"a": "a.safetensors"}}
+
+
+def entry(value: dict[str, Any]) -> bytes:
+    return json.dumps({"a": value}).encode()
+
+
 def packed(header: bytes, length: int | None, data: int) -> bytes:
     return struct.pack("<Q", (len(header) if length is None else length) % 2**64) + header + b"\0" * data
 
@@ -43,26 +51,10 @@ def packed(header: bytes, length: int | None, data: int) -> bytes:
     data=st.sampled_from((88, 0, 87, 200)),
 )
 @example(header=b"[" * 100_000, length=None, data=0)
-@example(
-    header=json.dumps({"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}).encode(),
-    length=None,
-    data=4,
-)
-@example(
-    header=json.dumps({"a": {"dtype": "X", "shape": [2**62] * 60, "data_offsets": [0, 4]}}).encode(),
-    length=None,
-    data=4,
-)
-@example(
-    header=json.dumps({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [4, 0]}}).encode(),
-    length=None,
-    data=4,
-)
-@example(
-    header=json.dumps({"a": {"dtype": "F32", "shape": "12", "data_offsets": [0, 8]}}).encode(),
-    length=None,
-    data=8,
-)
+@example(header=entry({"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}), length=None, data=4)
+@example(header=entry({"dtype": "X", "shape": [2**62] * 60, "data_offsets": [0, 4]}), length=None, data=4)
+@example(header=entry({"dtype": "F32", "shape": [-1, -1], "data_offsets": [4, 0]}), length=None, data=4)
+@example(header=entry({"dtype": "F32", "shape": "12", "data_offsets": [0, 8]}), length=None, data=8)
 @example(header=b'{"a": 1', length=2**63, data=0)
 def test_safetensors_headers(header: bytes, length: int | None, data: int, tmp_path: Path) -> None:
     file = put(tmp_path / "model.safetensors", packed(header, length, data))
@@ -93,11 +85,7 @@ def test_every_reader_of_a_header_reads_the_same(tmp_path: Path) -> None:
 
 
 @fuzz(100)
-@given(
-    content=documents(
-        {"metadata": {"total_parameters": 5, "total_size": 9}, "weight_map": {"a": "a.safetensors"}}
-    )
-)
+@given(content=documents(INDEX))
 @example(content=json.dumps({"weight_map": {"a": "\0"}}).encode())
 @example(content=json.dumps({"weight_map": {"a": "x" * 5000}}).encode())
 @example(content=json.dumps({"weight_map": {"a": ["x"]}}).encode())
@@ -133,15 +121,9 @@ def test_configs(model: Path, tmp_path: Path) -> None:
 @given(
     config=spoilt(LLAMA),
     weights=spoilt(LLAMA),
-    tokenizer=documents(
-        {"chat_template": "{{ messages }}", "added_tokens_decoder": {"1": {"content": "<s>"}}}
-    ),
+    tokenizer=documents(TOKENIZER),
 )
-@example(
-    config=LLAMA,
-    weights=LLAMA,
-    tokenizer=json.dumps({"added_tokens_decoder": {"\N{SUPERSCRIPT TWO}": {"content": "x"}}}).encode(),
-)
+@example(config=LLAMA, weights=LLAMA, tokenizer=json.dumps(ODD_TOKENIZER).encode())
 def test_runs_of_odd_models_are_planned_or_refused(
     config: Any, weights: Any, tokenizer: bytes, tmp_path: Path
 ) -> None:
@@ -152,22 +134,19 @@ def test_runs_of_odd_models_are_planned_or_refused(
     put(tmp_path / "m" / "tokenizer_config.json", tokenizer)
     put(tmp_path / "m" / "tokenizer.json", tokenizer)
     put(tmp_path / "m" / "generation_config.json", json.dumps(weights).encode())
-    spec = parse_spec(
-        {"model": str(tmp_path / "m"), "dataset": str(tmp_path / "d.jsonl"), "training": {"dtype": "bf16"}}
-    )
+    named = {"model": str(tmp_path / "m"), "dataset": str(tmp_path / "d.jsonl")}
+    spec = parse_spec({**named, "training": {"dtype": "bf16"}})
     facts = value_or_refusal(lambda: look_at_model(spec.model))
     if facts is not None:
         with little_memory():
             assert all(isinstance(key, int) for key in facts[0].added_tokens)
 
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family not in (LLAMA["model_type"], None):  # counted by importing transformers, in a child
+        return
+
     def plan_and_validate() -> None:
-        if config.get("model_type") not in (LLAMA["model_type"], None) if isinstance(config, dict) else False:
-            raise (
-                Refused(look_at_model(spec.model)[1])
-                if look_at_model(spec.model)[1]
-                else ValueError("another family")
-            )
         machine = imagined("a100-80gb", 2)
         clear_problems(validate(spec, machine, make_plan(spec, machine, 64), environ={}))
 
-    value_or_refusal(plan_and_validate, ValueError)
+    value_or_refusal(plan_and_validate)

@@ -44,8 +44,11 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "a", "completion": "b", "label": True},
     {"text": "a document"},
     {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": None,
-     "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "content": "1"}, CHAT[1]]},
+    {"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "tool", "content": "1"}, CHAT[1],
+    ]},
 ]  # fmt: skip
 
 

@@ -43,7 +43,8 @@ PROOF = {
     "world_size": 2,
     "failures": [],
     "ranks": [
-        {"rank": 0, "host": "a", "pid": 7, "device": "cpu", "wrapper": "FSDPModule", "zero_stage": 0, "optimizer": "AdamW",
+        {"rank": 0, "host": "a", "pid": 7, "device": "cpu", "wrapper": "FSDPModule", "zero_stage": 0,
+         "optimizer": "AdamW",
          "parameters_total": 10, "parameters_held": 5, "trainable_total": 10, "optimizer_held": 5, "slack": 0,
          "dtypes": {"float32": 5}, "step": 1}
     ],
@@ -100,11 +101,13 @@ RECEIPT: dict[str, Any] = {
     "dead_ranks": [{"rank": 0, "pid": 7, "time": 8.0}], "first_failure": {"rank": 0, "pid": 7, "exit_code": -9},
     "stall": {"rank": 1, "step": 3, "phase": "train", "quiet_s": 9.0, "threshold_s": 5.0,
               "beats": [{"rank": 1, "step": 3, "phase": "train", "quiet_s": 9.0}]},
-    "oom_kills_before": 0, "oom_kills_after": 1, "scheduler": "Slurm", "kernel": ["Out of memory: Killed process 7 (python)"],
+    "oom_kills_before": 0, "oom_kills_after": 1, "scheduler": "Slurm",
+    "kernel": ["Out of memory: Killed process 7 (python)"],
     "survivors": [], "log_bytes_lost": 0,
 }  # fmt: skip
 ERROR: dict[str, Any] = {
-    "rank": 0, "type": "builtins.ValueError", "types": ["ValueError"], "message": "no", "traceback": "Traceback", "time": 7.0,
+    "rank": 0, "type": "builtins.ValueError", "types": ["ValueError"], "message": "no", "traceback": "Traceback",
+    "time": 7.0,
     "failure_class": "bad_data", "advice": "look",
 }  # fmt: skip
 RESULT: dict[str, Any] = {
@@ -315,7 +318,11 @@ def test_manifests(checkpoint: Path) -> None:
 
 
 def test_a_checkpoint_with_any_manifest_is_used_or_set_aside(checkpoint: Path) -> None:
-    content = (checkpoint / MANIFEST).read_text()
+    content, told = (checkpoint / MANIFEST).read_text(), []
+
+    def tell(folder: Path, reasons: list[str]) -> None:
+        told.extend(reasons)
+
     for spoiled in (
         content.replace('"step": 10', '"step": "ten"'),
         content[:-9],
@@ -324,8 +331,8 @@ def test_a_checkpoint_with_any_manifest_is_used_or_set_aside(checkpoint: Path) -
         '{"v": 99}',
     ):
         (checkpoint / MANIFEST).write_text(spoiled)
-        told: list[str] = []
-        assert newest_good(checkpoint.parent, on_broken=lambda folder, reasons: told.extend(reasons)) is None
+        told.clear()
+        assert newest_good(checkpoint.parent, on_broken=tell) is None
         assert told
         next((checkpoint.parent / "broken").glob("checkpoint-10*")).rename(checkpoint)
     (checkpoint / MANIFEST).write_text(content)
