@@ -75,16 +75,15 @@ def test_exponents() -> None:
 
 
 def test_what_the_ranks_counted_becomes_figures() -> None:
-    rank: dict[str, Any] = {
-        **{
-            "train_begin": 110.0,
-            "train_end": 130.0,
-            "first_step_end": 112.0,
-            "cpu_begin": 4.0,
-            "cpu_end": 14.0,
-        },
-        **{"steps": 3, "real": 600, "slots": 800, "trained": 90, "losses": [9.0, 8.0], "max_rss_mb": 100.0},
+    times = {
+        "train_begin": 110.0,
+        "train_end": 130.0,
+        "first_step_end": 112.0,
+        "cpu_begin": 4.0,
+        "cpu_end": 14.0,
     }
+    counts = {"steps": 3, "real": 600, "slots": 800, "trained": 90, "max_rss_mb": 100.0}
+    rank: dict[str, Any] = times | counts | {"losses": [9.0, 8.0]}
     later = rank | {"train_begin": 111.0, "train_end": 131.0, "first_step_end": 113.0, "max_rss_mb": 120.4}
     found = peers.counted([rank, later], begun=100.0)
     assert (found["train_begin_s"], found["first_step_s"], found["train_s"]) == (10.0, 13.0, 21.0)

@@ -91,7 +91,8 @@ def test_a_look_ends_with_what_it_ran_beside(spec_of: Any, tmp_path: Path) -> No
             children.extend(psutil.Process().children())
             raise KeyError
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert [child.is_running() for child in children] == [False]
     assert seen_file(spec) is not None
     assert not list((tmp_path / "cache").rglob("*.json"))
