@@ -104,6 +104,9 @@ def test_ratios_are_of_rounds_that_have_both() -> None:
 def test_phases_take_what_lies_between_their_beginnings() -> None:
     phases = {"b": 12.0, "a": 10.0, "end": 15.5}
     assert launch.phase_seconds(phases) == {"a": 2.0, "b": 3.5}
+    phases = {"command": 1.0, "detect hardware": 6.0, "first step is done": 9.0}
+    assert launch.from_flow_start(phases) == 3.0
+    assert launch.from_flow_start(phases | {"flow": 4.0}) == 5.0
 
 
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
