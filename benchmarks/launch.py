@@ -71,6 +71,11 @@ def phase_seconds(phases: dict[str, float]) -> dict[str, float]:
     return {name: round(after - begun, 3) for (name, begun), (_, after) in pairs}
 
 
+def from_flow_start(phases: dict[str, float]) -> float:
+    """Return the seconds from the start of the flow, or of its first task, to the end of the first step."""
+    return phases["first step is done"] - phases.get("flow", phases.get("detect hardware", 0.0))
+
+
 def summary(result: Result) -> list[dict[str, Any]]:
     """Return one row per launcher: spreads of the figures and the medians of the phases, or why there are none."""
     found: list[dict[str, Any]] = []
@@ -84,6 +89,7 @@ def summary(result: Result) -> list[dict[str, Any]]:
             }
             taken = [phase_seconds(row["phases"]) for row in good if "phases" in row]
             if taken:
+                line["from_flow_start_s"] = spread([from_flow_start(row["phases"]) for row in good])
                 line["phases"] = {key: median(t[key] for t in taken if key in t) for key in taken[0]}
         elif rows:
             line["why"] = rows[-1]["why"]

@@ -87,9 +87,8 @@ def launch_table(result: Result) -> str:
     for line in lines:
         if "phases" in line:
             taken = [[name, f"{seconds:.2f}"] for name, seconds in line["phases"].items()]
-            parts.append(
-                f"Where it goes, {line['label']}, medians:\n\n" + table(["from", "s to the next"], taken)
-            )
+            flow = f"{line['label']}: {span(line['from_flow_start_s'])} s from the start of the flow"
+            parts.append(f"{flow}. Medians:\n\n" + table(["from", "s to the next"], taken))
     return "\n\n".join(parts)
 
 

@@ -75,8 +75,15 @@ def test_exponents() -> None:
 
 
 def test_what_the_ranks_counted_becomes_figures() -> None:
-    rank = {"train_begin": 110.0, "train_end": 130.0, "first_step_end": 112.0, "cpu_begin": 4.0,
-            "cpu_end": 14.0, "steps": 3, "real": 600, "slots": 800, "trained": 90, "losses": [9.0, 8.0], "max_rss_mb": 100.0}  # fmt: skip
+    times = {
+        "train_begin": 110.0,
+        "train_end": 130.0,
+        "first_step_end": 112.0,
+        "cpu_begin": 4.0,
+        "cpu_end": 14.0,
+    }
+    counts = {"steps": 3, "real": 600, "slots": 800, "trained": 90, "max_rss_mb": 100.0}
+    rank: dict[str, Any] = times | counts | {"losses": [9.0, 8.0]}
     later = rank | {"train_begin": 111.0, "train_end": 131.0, "first_step_end": 113.0, "max_rss_mb": 120.4}
     found = peers.counted([rank, later], begun=100.0)
     assert (found["train_begin_s"], found["first_step_s"], found["train_s"]) == (10.0, 13.0, 21.0)
@@ -97,6 +104,9 @@ def test_ratios_are_of_rounds_that_have_both() -> None:
 def test_phases_take_what_lies_between_their_beginnings() -> None:
     phases = {"b": 12.0, "a": 10.0, "end": 15.5}
     assert launch.phase_seconds(phases) == {"a": 2.0, "b": 3.5}
+    phases = {"command": 1.0, "detect hardware": 6.0, "first step is done": 9.0}
+    assert launch.from_flow_start(phases) == 3.0
+    assert launch.from_flow_start(phases | {"flow": 4.0}) == 5.0
 
 
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
