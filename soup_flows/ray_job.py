@@ -71,7 +71,7 @@ class Job:
                 plan = self.sizes.plan(nodes) if self.sizes else None
                 self.launch = next_attempt(self.paths, self.launch, "Ray", plan)
             fruitless = fruitless + 1 if again and start_step(self.paths) <= before else 0
-            if fruitless > max_retries(self.paths):
+            if fruitless and fruitless > max_retries(self.paths):
                 say(f"no checkpoint was made in {fruitless} attempts, so that no other is begun")
                 return 1
             try:
