@@ -193,12 +193,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Answers]]:
     http.server_close()
 
 
-def test_a_refused_token_is_told_without_it(server: type[Answers]) -> None:
-    for server.code in (401, 403):
-        with pytest.raises(Refused, match="ENGINE005") as refused:
-            Dashboard(RaySettings(), os.environ).json("GET", "/api/version")
-        assert "s3cret" not in str(refused.value)
-    assert server.heard == [("/api/version", "Bearer s3cret")] * 2
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_refused_token_is_told_without_it(code: int, server: type[Answers], tmp_path: Path) -> None:
+    """Before a job; one that runs goes on when its token has become another."""
+    server.code = code
+    plan, engine = launch(tmp_path), RayEngine(RaySettings(), 0.0)
+    plan.paths.create()
+    assert [problem.id for problem in engine.check(plan)] == ["ENGINE005"]
+    with pytest.raises(Refused, match="ENGINE005") as refused:
+        engine.submit(plan)
+    assert "s3cret" not in str(refused.value)
+    status = engine.status(engine._keep(plan.paths, "run-1.3"))
+    assert (status.ended, "refuses this token" in status.reason) == (False, True)
+    assert {said for _, said in server.heard} == {"Bearer s3cret"}
 
 
 def test_the_token_follows_no_redirect(server: type[Answers]) -> None:
