@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import tempfile
@@ -17,6 +18,7 @@ from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware, detect, imagined
 from soup_flows.hardware.recorded import read_recorded
+from soup_flows.launch.engines.ray import per_machine, submission
 from soup_flows.launch.engines.slurm_text import batch_script
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.lent import run_environment
@@ -146,6 +148,9 @@ def plan_command(
     if spec.launcher.engine == "slurm":
         value["batch_script"] = script_preview(LaunchPlan.model_validate(value["launch"]))
         text += f"\n\nbatch script:\n{value['batch_script']}"
+    if spec.launcher.engine == "ray":
+        value["request"] = request_preview(LaunchPlan.model_validate(value["launch"]))
+        text += f"\n\nrequest to Ray:\n{json.dumps(value['request'], indent=2)}"
     if arguments.trace:
         traced = trace_plan(spec, hardware, plan)
         value["trace"] = traced.model_dump(mode="json")
@@ -205,6 +210,14 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
 def script_preview(launch: LaunchPlan) -> str:
     """Return the batch script that would be submitted."""
     return batch_script(launch, os.getcwd(), run_environment())
+
+
+def request_preview(launch: LaunchPlan) -> dict[str, Any]:
+    """Return what would be posted to Ray's dashboard; the cluster's RAY_AUTH_MODE is not asked for."""
+    return {
+        **submission(launch, os.getcwd(), run_environment(), None),
+        "on_each_machine": per_machine(launch),
+    }
 
 
 def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:

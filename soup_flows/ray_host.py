@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict

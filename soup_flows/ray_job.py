@@ -1,4 +1,6 @@
-"""What runs as a job of a Ray cluster: `python -m soup_flows.ray_job RUN_DIR`; here alone Ray is imported.
+"""What runs as a job of a Ray cluster: `python -m soup_flows.ray_job RUN_DIR`.
+
+Here and in `ray_attempt` alone Ray is imported; both run on the cluster.
 
 A place is reserved on each machine (a placement group), and an actor there runs this package's supervisor, with
 torch elastic below it. The actors end with this process, and the supervisors with them. A machine that goes away
@@ -20,33 +22,23 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from soup_flows.cluster_job import ask_to_save, new_step, next_attempt, read_launch
 from soup_flows.errors import Refused
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.ray import WAITS, per_machine
 from soup_flows.launch.engines.ray_http import in_words
-from soup_flows.launch.plan import LaunchPlan, Rendezvous
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.paths import RunPaths, write_atomic, write_json
+from soup_flows.ray_attempt import Attempt, Lost, Unfit, say
 from soup_flows.ray_elastic import Sizes, count
-from soup_flows.ray_host import Host, Seen, collect_word, differences, leave_word
+from soup_flows.resume import Orders
+from soup_flows.spec import TrainingSpec
 
-MARGIN_S = 12.0
-"""Seconds beyond the stop budget after which a machine that says nothing is taken for lost."""
 GROW_AFTER_S = 20.0
 """Seconds for which there has to be room before the ranks are stopped to use it."""
 TOLD = "TerminationSignal: SIGTERM from Ray"
 """Reason of a stop that Ray asked for; whose wish it was, the flow knows."""
-
-
-class Lost(Exception):
-    """Machines of the attempt went away."""
-
-
-class Unfit(Exception):
-    """The machines cannot run together."""
 
 
 class Job:
@@ -59,6 +51,8 @@ class Job:
         self.bundle = per_machine(self.launch)
         self.told: str | None = None
         self.starts = 0
+        self.done = False
+        """Whether a machine saw the result, which this one may see later."""
         self.growing = False
         self.room_since: float | None = None
 
@@ -77,18 +71,15 @@ class Job:
                 plan = self.sizes.plan(nodes) if self.sizes else None
                 self.launch = next_attempt(self.paths, self.launch, "Ray", plan)
             fruitless = fruitless + 1 if again and start_step(self.paths) <= before else 0
-            if fruitless > max_retries(self.paths):
+            if fruitless and fruitless > max_retries(self.paths):
                 say(f"no checkpoint was made in {fruitless} attempts, so that no other is begun")
                 return 1
-            lost = ""
             try:
-                self.attempt(group)
-            except Lost as error:
-                lost = str(error)
+                lost = self.attempt(group)
             finally:
                 remove_placement_group(group)
             again = self.say_how_it_ended(lost)
-            if finished(self.launch.attempt_paths):
+            if self.done or finished(self.launch.attempt_paths):
                 return 0
             if not again or self.told:
                 return 1
@@ -149,101 +140,16 @@ class Job:
             self.growing = True
             ask_to_save(self.paths)
 
-    def attempt(self, group: PlacementGroup) -> None:
-        """Run the ranks of all machines to their end.
-
-        Raises:
-            Lost: if a machine went away; nothing runs on the others then.
-        """
-        launch = self.launch
-        hosts = [place(launch, group, n) for n in range(launch.nodes)]
+    def attempt(self, group: PlacementGroup) -> str:
+        """Run the ranks of all machines to their end; returns which machines went away, if any did."""
+        here = Attempt(self.launch, group, lambda: self.told, self.grow)
         try:
-            seen = self.look(hosts)
+            self.done = here.run(f"{self.launch.run_id}.{self.launch.attempt}.{self.starts}.{os.getpid()}")
+        except Lost as error:
+            return str(error)
         except Unfit as error:
-            return self.give_up(str(error))
-        names = [f"{host.name} ({host.address})" for host in seen]
-        say(f"attempt {launch.attempt} of {launch.run_id} on {', '.join(names)}")
-        text = launch.model_dump_json()
-        runs = []
-        for n, host in enumerate(hosts):
-            meet = None
-            if launch.nodes > 1:
-                here = f"{launch.attempt}.{self.starts}.{os.getpid()}"
-                meet = Rendezvous(
-                    id=f"{launch.run_id}.{here}",
-                    host=seen[0].address,
-                    port=seen[0].port,
-                    nodes=launch.nodes,
-                    node=n,
-                ).model_dump_json()
-            runs.append(host.run.remote(text, meet, os.getcwd()))
-        self.wait(hosts, runs, names, [host.node for host in seen])
-        return None
-
-    def look(self, hosts: Sequence[Any]) -> list[Seen]:
-        """Ask the machines about themselves.
-
-        Raises:
-            Lost: if one does not answer.
-            Unfit: if they cannot run together.
-        """
-        word, since = leave_word(self.paths), time.time()
-        try:
-            answers = [host.look.remote(self.launch.run_dir, word) for host in hosts]
-            while ray.wait(answers, num_returns=len(answers), timeout=1)[1]:
-                if self.told:
-                    raise Unfit(self.told)
-            seen = [Seen.model_validate_json(answer) for answer in ray.get(answers)]
-        except ray.exceptions.RayActorError as error:
-            raise Lost(f"a machine went away before it began: {first_line(error)}") from None
-        finally:
-            collect_word(self.paths, word)
-        faults, odd = differences(seen, since)
-        for words in odd:
-            say(words)
-        if faults:
-            raise Unfit("; ".join(faults))
-        return seen
-
-    def wait(
-        self, hosts: Sequence[Any], runs: Sequence[Any], names: Sequence[str], nodes: Sequence[str]
-    ) -> None:
-        """Wait for all machines; after the first that failed, or when told to stop, the others are stopped.
-
-        Raises:
-            Lost: if one went away, after the others have stopped.
-        """
-        left = dict(zip(runs, range(len(runs)), strict=True))
-        lost: list[str] = []
-        until: float | None = None
-        while left:
-            ready, _ = ray.wait(list(left), timeout=1.0)
-            reason = self.told
-            self.grow(nodes)
-            for ref in ready:
-                n = left.pop(ref)
-                try:
-                    done, how = ray.get(ref)
-                except ray.exceptions.RayActorError as error:
-                    lost.append(f"{names[n]}: {first_line(error)}")
-                    reason = reason or f"{names[n]} was lost"
-                except ray.exceptions.RayTaskError as error:
-                    say(f"{names[n]}: {error}")
-                    reason = reason or f"{names[n]} could not run: {first_line(error.cause)}"
-                else:
-                    if not done:
-                        reason = reason or f"{names[n]} ended first: {how}"
-            if reason and until is None:
-                until = time.monotonic() + self.launch.stop_budget_s + MARGIN_S
-                for n in left.values():
-                    hosts[n].stop.remote(reason)
-            if until is not None and time.monotonic() > until:
-                lost += [f"{names[n]}: no answer" for n in left.values()]
-                for n in left.values():
-                    ray.kill(hosts[n])
-                break
-        if lost and not finished(self.launch.attempt_paths):
-            raise Lost("; ".join(lost))
+            self.give_up(str(error))
+        return ""
 
     def give_up(self, words: str) -> None:
         """Keep why an attempt could not begin."""
@@ -260,7 +166,7 @@ class Job:
         attempt = self.launch.attempt_paths
         receipt = collect_receipts(attempt)
         again = False
-        if lost and not finished(attempt):
+        if lost:
             receipt = receipt or new_receipt(self.launch.run_id) | {"survivors": []}
             stop_time = receipt.get("stop_time") or time.time()
             receipt |= {"reason": "node_lost", "detail": lost, "stop_time": stop_time}
@@ -284,52 +190,14 @@ class Job:
         return again
 
 
-def place(launch: LaunchPlan, group: PlacementGroup, number: int) -> Any:
-    """Start the actor of one machine."""
-    wanted = per_machine(launch)
-    own = {"CPU", "GPU", "memory"}
-
-    class Here(Host):
-        def __init__(self) -> None:
-            super().__init__(ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id())
-
-    return (
-        ray.remote(Here)
-        .options(
-            num_cpus=wanted["CPU"],
-            num_gpus=wanted.get("GPU", 0),
-            memory=wanted.get("memory"),
-            resources={name: n for name, n in wanted.items() if name not in own},
-            max_restarts=0,
-            max_concurrency=2,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
-        )
-        .remote()
-    )
-
-
 def start_step(paths: RunPaths) -> int:
     """Return the step that the present attempt starts from."""
-    from soup_flows.resume import Orders
-
     return Orders.model_validate_json(paths.orders.read_bytes()).step
 
 
 def max_retries(paths: RunPaths) -> int:
     """Return how often the user lets the run fail in a row."""
-    from soup_flows.spec import TrainingSpec
-
     return TrainingSpec.model_validate_json(paths.spec.read_bytes()).recovery.max_retries
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-
-
-def say(text: str) -> None:
-    """Print into the job's log."""
-    print(text, flush=True)  # noqa: T201
 
 
 def main() -> int:
@@ -339,7 +207,7 @@ def main() -> int:
     except (OSError, ValueError) as error:
         say(f"{os.uname().nodename} cannot read the run directory, which all machines have to share: {error}")
         return 1
-    ray.init(address="auto")
+    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))  # an explicit one does not turn authentication on
     signal.signal(signal.SIGTERM, job.hear)  # after Ray's own
     try:
         return job.drive()

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from soup_flows.errors import Refused
 from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.launch.engines.ray_http import ADDRESS, Dashboard, find_token, read_machines, why_infeasible
 from soup_flows.ray_settings import RaySettings
@@ -76,7 +75,7 @@ def infeasible(run: Context) -> Iterator[Found]:
         machines = read_machines(
             Dashboard(ray, run.environ).json("GET", "/api/v0/nodes?detail=1&limit=10000")
         )
-    except (Unanswered, Refused):  # RAY001, or a head that is down: the submission says so
+    except Unanswered:  # RAY001, or a head that is down: the submission says so
         return
     cores = ray.cpus_per_node or (run.spec.launcher.omp_num_threads or 1) * run.plan.ranks_per_node
     gpus = run.plan.ranks_per_node if run.plan.device == "cuda" else 0
@@ -166,7 +165,7 @@ def another_version(run: Context) -> Iterator[Found]:
         return
     try:
         found = Dashboard(ray, run.environ).json("GET", "/api/version")
-    except (Unanswered, Refused):
+    except Unanswered:
         return
     version = str(found.get("ray_version")) if isinstance(found, dict) else json.dumps(found)
     if not version.startswith("2.60."):

@@ -15,7 +15,10 @@ from typing import Any
 
 import pytest
 
+from soup_flows.cli import GOOD, main
+from soup_flows.cli_plan import machine
 from soup_flows.errors import Refused
+from soup_flows.hardware.imagined import imagined
 from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.launch.engines.ray import RayEngine, per_machine, submission
 from soup_flows.launch.engines.ray_http import (
@@ -100,6 +103,33 @@ def test_the_request_says_what_was_meant_and_no_secret(tmp_path: Path) -> None:
     got = subprocess.run(["sh", "-c", show], capture_output=True, text=True, check=True).stdout.splitlines()
     assert got == [str(folder), sys.executable, "-m", "soup_flows.ray_job", str(folder / "runs" / "run-1")]
     assert "/opt/py -m" in submission(launch(folder, python="/opt/py"), "/", {}, None)["entrypoint"]
+
+
+def test_plan_shows_the_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "one", "completion": "two"}\n' * 40)
+    model = Path(__file__).parents[1] / "data" / "models" / "llama-8b"
+    recorded = tmp_path / "node.json"
+    recorded.write_text(imagined("h100-80gb", 8).model_dump_json())
+    asked = ["plan", "--model", str(model), "--dataset", str(data), "--output-dir", str(tmp_path / "out"),
+             "--hardware", str(recorded), "--gpus", "8", "--set", "launcher.engine=ray",
+             "--set", "launcher.ray.nodes=2", "--set", "launcher.ray.memory_gib=3"]  # fmt: skip
+    assert main([*asked, "--json"]) == GOOD
+    value = json.loads(capsys.readouterr().out)
+    assert (value["plan"]["nodes"], value["plan"]["world_size"]) == (2, 16)
+    assert "CUDA_VISIBLE_DEVICES" not in value["launch"]["env"]  # Ray hands out its machines' own
+    assert value["request"]["on_each_machine"] == {
+        "CPU": value["launch"]["cpus_per_node"],
+        "GPU": 8,
+        "memory": 3 * 2**30,
+    }
+    assert main(asked) == GOOD
+    assert "soup_flows.ray_job" in capsys.readouterr().out
+    spec = {"model": "m", "dataset": "d", "launcher": {"engine": "ray", "ray": {"hardware": str(recorded)}}}
+    assert len(machine(parse_spec(spec), None).gpus) == 8
+    recorded.write_text("{}")
+    with pytest.raises(Refused, match=r"launcher\.ray\.hardware"):
+        machine(parse_spec(spec), None)
 
 
 def test_every_setting_is_asked_for() -> None:
@@ -193,12 +223,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Answers]]:
     http.server_close()
 
 
-def test_a_refused_token_is_told_without_it(server: type[Answers]) -> None:
-    for server.code in (401, 403):
-        with pytest.raises(Refused, match="ENGINE005") as refused:
-            Dashboard(RaySettings(), os.environ).json("GET", "/api/version")
-        assert "s3cret" not in str(refused.value)
-    assert server.heard == [("/api/version", "Bearer s3cret")] * 2
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_refused_token_is_told_without_it(code: int, server: type[Answers], tmp_path: Path) -> None:
+    """Before a job; one that runs goes on when its token has become another."""
+    server.code = code
+    plan, engine = launch(tmp_path), RayEngine(RaySettings(), 0.0)
+    plan.paths.create()
+    assert [problem.id for problem in engine.check(plan)] == ["ENGINE005"]
+    with pytest.raises(Refused, match="ENGINE005") as refused:
+        engine.submit(plan)
+    assert "s3cret" not in str(refused.value)
+    status = engine.status(engine._keep(plan.paths, "run-1.3"))
+    assert (status.ended, "refuses this token" in status.reason) == (False, True)
+    assert {said for _, said in server.heard} == {"Bearer s3cret"}
 
 
 def test_the_token_follows_no_redirect(server: type[Answers]) -> None:

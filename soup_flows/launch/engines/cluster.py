@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import ValidationError
 
-from soup_flows.errors import Problem, refuse
+from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import Handle, LogLine, State, Status, finished, read_logs
 from soup_flows.launch.plan import LaunchPlan
@@ -153,7 +153,7 @@ class ClusterEngine(abc.ABC):
         """Ask about a job that may be just ending."""
         return self._ask(handle)
 
-    def _silent(self, error: Unanswered) -> Exception:
+    def _silent(self, error: Unanswered) -> Refused:
         rule, fix = self.unanswered
         return refuse(rule, "launcher.engine", str(error), fix)
 

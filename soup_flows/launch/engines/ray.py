@@ -13,10 +13,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from soup_flows.errors import Problem, refuse
+from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.launch.engines import Handle
 from soup_flows.launch.engines.cluster import ASK_EVERY_S, ClusterEngine, Unanswered
-from soup_flows.launch.engines.ray_http import MODE, Dashboard, RayJob, read_machines, why_infeasible
+from soup_flows.launch.engines.ray_http import (
+    MODE,
+    TOKEN,
+    Dashboard,
+    Denied,
+    RayJob,
+    read_machines,
+    why_infeasible,
+)
 from soup_flows.launch.plan import PASSED_BY_VALUE, LaunchPlan
 from soup_flows.lent import run_environment
 from soup_flows.paths import RunPaths
@@ -65,7 +73,7 @@ class RayEngine(ClusterEngine):
         try:
             machines = read_machines(self._dashboard.json("GET", "/api/v0/nodes?detail=1&limit=10000"))
         except Unanswered as error:
-            return [_problem("ENGINE004", str(error), self.unanswered[1])]
+            return list(self._silent(error).problems)
         reason = why_infeasible(machines, launch.ray.min_nodes or launch.nodes, per_machine(launch))
         fix = "ask for what `ray status` lists, or set launcher.ray.grows=true for a cluster that grows by itself"
         return [_problem("ENGINE006", f"Ray would wait for ever: {reason}", fix)] if reason else []
@@ -86,6 +94,13 @@ class RayEngine(ClusterEngine):
             raise Unanswered(f"Ray does not take the job at present: {_last_line(text)}")
         raise refuse(
             "ENGINE006", "launcher.ray", f"Ray refused the job: {_last_line(text)}", "correct launcher.ray"
+        )
+
+    def _silent(self, error: Unanswered) -> Refused:
+        if not isinstance(error, Denied):
+            return super()._silent(error)
+        return refuse(
+            "ENGINE005", "launcher.ray", str(error), f"set {TOKEN} to what `ray get-auth-token` prints"
         )
 
     def _ask(self, handle: Handle) -> RayJob | None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from soup_flows.errors import refuse
 from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import State
 from soup_flows.launch.engines.cluster import Unanswered
@@ -61,6 +60,10 @@ class RayJob:
         return f"{self.state} ({self.reason})" if self.reason else self.state
 
 
+class Denied(Unanswered):
+    """The token is missing or wrong."""
+
+
 class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: the token would go to whoever is named."""
 
@@ -87,8 +90,7 @@ class Dashboard:
         """Return status and text of an answer.
 
         Raises:
-            Unanswered: if there is none, or none that is Ray's.
-            Refused: `ENGINE005` if the token is missing or wrong.
+            Unanswered: if there is none, or none that is Ray's; `Denied` if the token is missing or wrong.
         """
         if not self.address.startswith(("http://", "https://")):
             raise Unanswered(f"no address of a Ray dashboard is known: {self.address or 'none is set'}")
@@ -105,15 +107,8 @@ class Dashboard:
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")
             if error.code in (401, 403):
-                words = f"the Ray cluster at {self.address} refuses this token" if self.token else (
-                    f"the Ray cluster at {self.address} wants a token"
-                )  # fmt: skip
-                raise refuse(
-                    "ENGINE005",
-                    "launcher.ray",
-                    words,
-                    f"set {TOKEN} to what `ray get-auth-token` prints",
-                ) from None
+                how = "refuses this token" if self.token else "wants a token"
+                raise Denied(f"the Ray cluster at {self.address} {how}") from None
             return error.code, text
         except (OSError, ValueError) as error:
             raise Unanswered(f"the Ray dashboard at {self.address} does not answer: {error}") from None
