@@ -57,7 +57,8 @@ SECRETS = (*(value for value in TOKENS.values() if "://" not in value), "planted
 
 # The least of wandb that Trainer asks for, and a library that says everything it was given, as text and as a warning.
 TRACKER = """
-import os, warnings
+import os, sys, types, warnings
+sys.modules["wandb.sdk.lib.config_util"] = types.SimpleNamespace(ConfigError=ValueError)
 run = None
 class Config(dict):
     def update(self, *args, **kwargs): pass
@@ -67,7 +68,7 @@ def init(**given):
     said = f"{given} {dict(os.environ)}"
     print("wandb is told", said, flush=True)
     warnings.warn(said)
-    run = type("Run", (), {"_label": staticmethod(lambda **_: None)})
+    run = type("Run", (), {"_label": staticmethod(lambda **_: None), "summary": {}})
 def log(values): print("wandb gets", sorted(values))
 def finish(): pass
 """
