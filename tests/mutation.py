@@ -109,7 +109,7 @@ def mutants(file: Path) -> Iterator[Mutant]:
             )
 
 
-def mutated(mutant: Mutant) -> ast.AST:
+def mutated(mutant: Mutant) -> ast.Module:
     """Return the syntax tree of the mutant's file with its change."""
     tree = ast.parse((ROOT / mutant.file).read_text(encoding="utf-8"))
     wanted = next(node for number, node in enumerate(ast.walk(tree)) if number == mutant.node)
@@ -120,7 +120,8 @@ def mutated(mutant: Mutant) -> ast.AST:
             assert new is not None
             return ast.copy_location(new, node)
 
-    return ast.fix_missing_locations(Put().visit(tree))
+    Put().generic_visit(tree)
+    return ast.fix_missing_locations(tree)
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -129,7 +130,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, mutant: Mutant) -> None:
         self.name = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         self.path = str(ROOT / mutant.file)
-        self.code = compile(mutated(mutant), self.path, "exec")  # type: ignore[arg-type]
+        self.code = compile(mutated(mutant), self.path, "exec")
 
     def find_spec(
         self, name: str, path: object = None, target: object = None

@@ -19,7 +19,8 @@ from soup_flows.spec import TrainingSpec
 
 PACKAGE = Path(__file__).parents[2] / "soup_flows"
 DESCRIBES = {"spec.py", "settings.py", "slurm_settings.py", "spec_problems.py", "other_words.py", "group.py",
-             "blocks.py", "demo.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py", "stored_job.py"}  # fmt: skip
+             "blocks.py", "demo.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py",
+             "stored_job.py"}  # fmt: skip
 """Where settings are defined, translated or filled in: to be read there is no effect."""
 
 
