@@ -12,13 +12,14 @@ from soup_flows.hardware.energy import metered
 from soup_flows.launch.devices import Device, core_slots, gpu_devices
 from soup_flows.launch.engines import Engine, Status, finished
 from soup_flows.launch.engines.local import LocalEngine
+from soup_flows.launch.engines.ray import RayEngine
 from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import strip_ansi
 from soup_flows.launch.leases import Lease, holder, lease_folder, leased
 from soup_flows.launch.plan import LaunchPlan, LeaseSettings
 from soup_flows.launch.run import Outcome, follow
 from soup_flows.ledger import read_ledger
-from soup_flows.live import LiveView
+from soup_flows.live import LiveView, Waiting
 from soup_flows.mirror import Mirror
 from soup_flows.paths import RunPaths, write_json
 from soup_flows.run_lock import run_lock
@@ -60,7 +61,7 @@ def run_attempt(
 def _run_locked(
     launch: LaunchPlan, logger: Logger, should_stop: Callable[[], str | None], store: Store | None, lock: int
 ) -> Outcome:
-    view = LiveView(launch)
+    view, waiting = LiveView(launch), Waiting()
     mirror = Mirror(store, launch.paths, launch.attempt) if store is not None else None
 
     def on_events(events: list[dict[str, Any]]) -> None:
@@ -71,9 +72,11 @@ def _run_locked(
         view.on_events(events)
 
     def on_status(status: Status) -> None:
-        if launch.engine != "local":
-            words = f": {status.reason}" if status.reason else ""
-            logger.info("%s: %s%s (attempt %d)", launch.engine, status.state, words, status.attempt)
+        if launch.engine == "local":
+            return
+        words = f": {status.reason}" if status.reason else ""
+        logger.info("%s: %s%s (attempt %d)", launch.engine, status.state, words, status.attempt)
+        waiting.say(f"{launch.engine}: waits{words}" if status.state == "QUEUED" else "")
 
     def start(plan: LaunchPlan, fds: tuple[int, ...] = ()) -> Outcome:
         gpus = [uuid for uuid in plan.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if uuid]
@@ -93,6 +96,8 @@ def _run_locked(
         if mirror is not None:
             mirror.abandon()
         raise
+    finally:
+        view.leave_terminal()
     view.end()
     if mirror is not None:
         mirror.finish(should_stop)
@@ -108,15 +113,22 @@ def _start_on_devices(
     """Lease what the attempt needs, then start it."""
     if launch.lease is None:
         return start(launch)
+    waiting = Waiting()
+
+    def on_wait(text: str) -> None:
+        logger.info("%s", text)
+        waiting.say(text)
+
     with leased(
         launch.nproc_per_node,
         finder(launch.lease),
         launch.run_id,
         max_wait_s=launch.lease.max_wait_s,
-        on_wait=lambda text: logger.info("%s", text),
+        on_wait=on_wait,
         should_stop=should_stop,
     ) as lease:
         logger.info("Leased %s after %.0f s", ", ".join(lease.devices), lease.waited_s)
+        waiting.say("")
         return start(on_devices(launch, lease), lease.fds)
 
 
@@ -127,7 +139,9 @@ def engine(launch: LaunchPlan, lease_fds: Sequence[int] = ()) -> Engine:
         launch: it names its engine.
         lease_fds: locks that a supervisor on this machine holds too.
     """
-    return LocalEngine(lease_fds) if launch.engine == "local" else SlurmEngine()
+    if launch.engine == "local":
+        return LocalEngine(lease_fds)
+    return SlurmEngine() if launch.engine == "slurm" else RayEngine(launch.ray)
 
 
 def running_elsewhere(paths: RunPaths) -> LaunchPlan | None:

@@ -10,7 +10,13 @@ from typing import TypeVar
 from prefect.blocks.core import Block
 from prefect.client.orchestration import get_client
 
-from soup_flows.blocks import CheckpointStore, ExperimentTracker, HuggingFaceCredentials, Placement
+from soup_flows.blocks import (
+    CheckpointStore,
+    ExperimentTracker,
+    HuggingFaceCredentials,
+    Placement,
+    RayCluster,
+)
 from soup_flows.errors import nearest, refuse
 from soup_flows.lent import lend
 from soup_flows.paths import RunPaths
@@ -73,17 +79,20 @@ def apply_blocks(spec: TrainingSpec) -> TrainingSpec:
 def credentials(spec: TrainingSpec) -> Iterator[None]:
     """Lend what the blocks `hugging_face` and `tracker` hold to the processes started inside the block.
 
+    What `ray_cluster` holds is lent to the engine, for runs on Ray alone; ranks never get it.
+
     Raises:
         Refused: for a block that is not there or cannot be used.
     """
     found: dict[str, str] = {}
-    kinds: tuple[tuple[str, type[HuggingFaceCredentials | ExperimentTracker]], ...] = (
+    kinds: tuple[tuple[str, type[HuggingFaceCredentials | ExperimentTracker | RayCluster]], ...] = (
         ("hugging_face", HuggingFaceCredentials),
         ("tracker", ExperimentTracker),
+        ("ray_cluster", RayCluster),
     )
     for field, kind in kinds:
         name = getattr(spec.blocks, field)
-        if name is None:
+        if name is None or (field == "ray_cluster" and spec.launcher.engine != "ray"):
             continue
         block = load_block(kind, name, f"blocks.{field}")
         try:
@@ -129,10 +138,8 @@ def bring_back(spec: TrainingSpec, paths: RunPaths) -> None:
         try:
             found = store.fetch_newest(run_id, folder)
         except Exception as error:  # file systems raise what they like
-            message = (
-                f"{store.url} does not give the checkpoints of {run_id}: {type(error).__name__}: {error}"
-            )
+            message = f"{store.url} does not give the checkpoints of {run_id}: {store.words(error)}"
             fix = "correct the block, or go on without the store: leave blocks.checkpoint_store empty"
-            raise refuse("STORE002", "blocks.checkpoint_store", message, fix) from error
+            raise refuse("STORE002", "blocks.checkpoint_store", message, fix) from None
         if found is not None:
             logger.info("Brought %s back from %s", found, store.url)

@@ -91,6 +91,40 @@ class HuggingFaceCredentials(Block):
         return found | ({"HF_ENDPOINT": self.endpoint} if self.endpoint else {})
 
 
+class RayCluster(Block):
+    """Where a Ray cluster is, and the token that its dashboard wants. Neither reaches a job or its ranks.
+
+    Example:
+        Name it in a run with `blocks={"ray_cluster": "BLOCK_NAME"}`, or use it yourself:
+        ```python
+        from soup_flows.blocks import RayCluster
+
+        cluster = RayCluster.load("BLOCK_NAME")
+        cluster.environment()
+        ```
+    """
+
+    _block_type_name = "Soup Ray Cluster"
+    _block_type_slug = "soup-ray-cluster"
+    _description = "A Ray cluster for launcher.engine=ray: the address of its dashboard, and its token."
+    _documentation_url = HttpUrl("https://docs.ray.io/en/latest/ray-security/token-auth.html")
+    _logo_url = LOGO
+
+    address: HttpUrl = Field(
+        default=..., title="Dashboard", description="Address of the dashboard, such as http://head:8265."
+    )
+    token: SecretStr | None = Field(
+        None, title="Token", description="What `ray get-auth-token` prints on the head; none without a token."
+    )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that find the cluster, the token in clear."""
+        found = {"RAY_API_SERVER_ADDRESS": str(self.address).rstrip("/")}
+        if self.token is None:
+            return found | {"RAY_AUTH_MODE": "disabled"}
+        return found | {"RAY_AUTH_TOKEN": self.token.get_secret_value(), "RAY_AUTH_MODE": "token"}
+
+
 class ExperimentTracker(Block):
     """Where losses are tracked: rank 0 reports there through Transformers' own integration.
 
@@ -212,7 +246,7 @@ class CheckpointStore(Block):
             Refused: if fsspec cannot open the URL.
         """
         secret = self.secret_options.get_secret_value() if self.secret_options else {}
-        return Store(self.url, {**self.options, **secret}, self.keep, self.confirm)
+        return Store(self.url, self.options, self.keep, self.confirm, secret)
 
 
 class Placement(Block):

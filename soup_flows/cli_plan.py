@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import tempfile
@@ -17,6 +18,7 @@ from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused
 from soup_flows.hardware import Hardware, detect, imagined
 from soup_flows.hardware.recorded import read_recorded
+from soup_flows.launch.engines.ray import per_machine, submission
 from soup_flows.launch.engines.slurm_text import batch_script
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.lent import run_environment
@@ -146,6 +148,9 @@ def plan_command(
     if spec.launcher.engine == "slurm":
         value["batch_script"] = script_preview(LaunchPlan.model_validate(value["launch"]))
         text += f"\n\nbatch script:\n{value['batch_script']}"
+    if spec.launcher.engine == "ray":
+        value["request"] = request_preview(LaunchPlan.model_validate(value["launch"]))
+        text += f"\n\nrequest to Ray:\n{json.dumps(value['request'], indent=2)}"
     if arguments.trace:
         traced = trace_plan(spec, hardware, plan)
         value["trace"] = traced.model_dump(mode="json")
@@ -178,9 +183,9 @@ def plan_and_validate(
 
 
 def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> dict[str, Any] | None:
-    """Return the command and environment that would start the ranks; None for several machines without Slurm."""
-    slurm = spec.launcher.slurm if spec.launcher.engine == "slurm" else None
-    if plan.nodes > 1 and slurm is None:
+    """Return the command and environment that would start the ranks; None for several machines without a cluster."""
+    cluster = spec.launcher.cluster
+    if plan.nodes > 1 and cluster is None:
         return None
     paths = RunPaths.of(spec.output_dir, PREVIEW)
     launch = build_launch_plan(
@@ -194,10 +199,10 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
         stop_budget_s=spec.launcher.stop_budget_s,
         timeout_s=spec.launcher.timeout_min * 60 if spec.launcher.timeout_min else None,
         cuda_visible_devices=",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])
-        if plan.device == "cuda" and slurm is None
+        if plan.device == "cuda" and cluster is None
         else None,
         nodes=plan.nodes,
-        slurm=slurm,
+        cluster=cluster,
     )
     return launch.model_dump(mode="json")
 
@@ -205,6 +210,14 @@ def launch_preview(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -
 def script_preview(launch: LaunchPlan) -> str:
     """Return the batch script that would be submitted."""
     return batch_script(launch, os.getcwd(), run_environment())
+
+
+def request_preview(launch: LaunchPlan) -> dict[str, Any]:
+    """Return what would be posted to Ray's dashboard; the cluster's RAY_AUTH_MODE is not asked for."""
+    return {
+        **submission(launch, os.getcwd(), run_environment(), None),
+        "on_each_machine": per_machine(launch),
+    }
 
 
 def _rehearsal(spec: TrainingSpec, plan: ShardingPlan) -> list[Problem]:
@@ -229,6 +242,7 @@ def machine(spec: TrainingSpec, gpu: str | None) -> Hardware:
     """Return a machine with GPUs of the kind `gpu`, or this one when None."""
     if gpu is not None:
         return imagined(gpu, GPUS_PER_MACHINE if spec.gpus == "auto" else spec.gpus)
-    if spec.launcher.engine == "slurm" and spec.launcher.slurm.hardware is not None:
-        return read_recorded(spec.launcher.slurm.hardware, "launcher.slurm.hardware")
+    recorded, field = spec.recorded_machine
+    if recorded is not None:
+        return read_recorded(recorded, field)
     return detect(spec.device, [spec.output_dir, *([spec.nvme_path] if spec.nvme_path else [])])

@@ -24,7 +24,7 @@ from soup_flows.artifacts import (
 )
 from soup_flows.attempt import CLEANING_S, running_elsewhere
 from soup_flows.attempts import check_restarts, reconcile
-from soup_flows.block_use import apply_blocks
+from soup_flows.block_use import apply_blocks, credentials
 from soup_flows.data.prepare import PreparedData
 from soup_flows.demo import resolve_demo
 from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
@@ -235,12 +235,12 @@ def _make_ready(values: Mapping[str, Any], run_id: str, held: contextlib.ExitSta
         get_run_logger().info("Nothing to do, this work is finished: %s", finished.run_dir)
         save_report(finished)
         return finished
-    running = running_elsewhere(paths)
+    with credentials(spec):
+        running = running_elsewhere(paths)
     if running is not None:
         return _rejoin(spec, paths, run_id, running)
     places = [p for p in (spec.output_dir, spec.nvme_path) if p]
-    recorded = spec.launcher.slurm.hardware if spec.launcher.engine == "slurm" else None
-    hardware = detect_hardware(spec.device, places, recorded)
+    hardware = detect_hardware(spec.device, places, *spec.recorded_machine)
     rows = reconcile(paths, spec.recovery)
     check_restarts(rows, spec.recovery, paths.root)
     change = rows[-1].change if rows else Change()

@@ -6,12 +6,14 @@ one that is still at work is left to it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
 from soup_flows.artifacts import load_run_config
 from soup_flows.attempt import engine, running_elsewhere
+from soup_flows.block_use import credentials
 from soup_flows.diagnose import diagnose
 from soup_flows.launch.outcome import tails
 from soup_flows.launch.proc import marked
@@ -19,6 +21,7 @@ from soup_flows.launch.supervised import sweep
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.run_events import read_attempt
+from soup_flows.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,13 @@ def sweep_run(flow: Any, flow_run: Any, state: Any) -> None:
 
 def _goes_on_elsewhere(paths: RunPaths, state: Any) -> bool:
     """Whether a job goes on without its flow; one whose flow was cancelled is ended, one of a crashed flow stays."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ValueError):
+            held.enter_context(credentials(TrainingSpec.model_validate_json(paths.spec.read_bytes())))
+        return _job_goes_on(paths, state)
+
+
+def _job_goes_on(paths: RunPaths, state: Any) -> bool:
     launch = running_elsewhere(paths)
     if launch is None:
         return False

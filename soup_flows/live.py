@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from prefect import runtime
+from prefect import State, runtime
+from prefect.client.orchestration import get_client
 from prefect.events import emit_event
+from prefect.states import Running
 
 from soup_flows.artifacts import create_artifact, update_artifact
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.live_state import LiveState, live_page, summary
 from soup_flows.report import TrainReport
+from soup_flows.terminal import new_bar
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,14 @@ class LiveView:
         self._every_s = every_s
         self._published = 0.0
         self._artifacts: dict[str, UUID | None] = {}
+        # A worker's runs have its terminal for log lines alone.
+        self._bar = new_bar() if runtime.deployment.id is None else None
 
     def on_events(self, events: Sequence[dict[str, Any]]) -> None:
         """Take in events of the ranks; at most every `every_s` seconds show them."""
         self.state.update(events)
+        if self._bar is not None and not self.state.finished:
+            self._bar.show(self.state.percent, summary(self.state))
         if runtime.flow_run.id is None:
             return
         for event in events:
@@ -61,6 +68,11 @@ class LiveView:
         if not self.state.finished and runtime.flow_run.id is not None:
             self.state.ended_early = True
             self._publish()
+
+    def leave_terminal(self) -> None:
+        """Take the bar away, however the attempt ended."""
+        if self._bar is not None:
+            self._bar.end()
 
     def _emit_for(self, event: dict[str, Any]) -> None:
         kind, run_id = event["kind"], self._launch.run_id
@@ -100,6 +112,31 @@ class LiveView:
             eta_s=state.eta_s,
             stragglers=state.stragglers(),
         )
+
+
+class Waiting:
+    """Says in the flow run's own state what it waits for, as a `Running` with the name Waiting; it never raises.
+
+    A run that is not running, such as one that is being cancelled, keeps its state.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def say(self, text: str) -> None:
+        """Say what is waited for, such as `slurm: waits: Resources`; empty once the run goes on."""
+        flow_run_id = runtime.flow_run.id
+        if flow_run_id is None or text == self._text:
+            return
+        self._text = text
+        try:
+            with get_client(sync_client=True) as client:
+                state = client.read_flow_run(flow_run_id).state
+                if state is not None and state.is_running():
+                    said: State = Running(name="Waiting" if text else "Running", message=text or None)
+                    client.set_flow_run_state(flow_run_id, said)
+        except Exception as error:
+            logger.info("the state could not say %r: %s", text, error)
 
 
 def emit_end(report: TrainReport) -> None:

@@ -94,7 +94,7 @@ class Mirror:
             else:
                 done = self._store.push_checkpoint(folder, run_id, what)
         except Exception as error:  # file systems raise what they like
-            self._say("mirror_failed", what=what, reason=f"{type(error).__name__}: {error}")
+            self._say("mirror_failed", what=what, reason=self._store.words(error))
         else:
             self._say("mirrored", **done.model_dump())
 

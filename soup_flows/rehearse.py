@@ -138,6 +138,7 @@ def _small_run(spec: TrainingSpec, plan: ShardingPlan, folder: Path) -> tuple[Tr
     small["launcher"] |= {
         "engine": "local",
         "slurm": {},
+        "ray": {},
         "timeout_min": TIMEOUT_MIN,
         "lease": "off",
         "drill": None,

@@ -82,10 +82,19 @@ def converts(manifest: Manifest, plan: ShardingPlan) -> bool:
     Not for a user's own JSON, which is used byte for byte and would have to ask for that form; not for ZeRO-3
     full fine-tunes, whose universal checkpoints of deepspeed 0.19.8 make Adam count double and decay norms.
     """
-    strategy = plan.strategy
-    known = strategy in UNIVERSAL or (strategy == "zero3" and manifest.adapters)
-    preset = plan.config_source.startswith("preset ")
-    return known and preset and manifest.strategy == strategy and manifest.world_size != plan.world_size
+    same = manifest.strategy == plan.strategy
+    return converts_any(plan, manifest.adapters) and same and manifest.world_size != plan.world_size
+
+
+def converts_any(plan: ShardingPlan, adapters: bool) -> bool:
+    """Say whether DeepSpeed checkpoints of a plan can be converted for another number of ranks.
+
+    Args:
+        plan: what writes them.
+        adapters: whether the weights of the model stay frozen.
+    """
+    known = plan.strategy in UNIVERSAL or (plan.strategy == "zero3" and adapters)
+    return known and plan.config_source.startswith("preset ")
 
 
 def _strategy_fits(manifest: Manifest, plan: ShardingPlan) -> list[Problem]:

@@ -58,7 +58,7 @@ def write_run(
             stall=StallSettings(floor_s=spec.launcher.stall_floor_s),
             lease=lease_settings(spec, plan),
             nodes=plan.nodes,
-            slurm=spec.launcher.slurm if spec.launcher.engine == "slurm" else None,
+            cluster=spec.launcher.cluster,
         )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     return launch, orders
@@ -75,8 +75,8 @@ def present_attempt(launch: LaunchPlan) -> int:
 def _devices(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan) -> str | None:
     """Name the GPUs of the run by UUID, so that `gpus=1` on a box with eight sees one; a lease replaces them.
 
-    Slurm hands out the GPUs of its machines itself.
+    A cluster hands out the GPUs of its machines itself.
     """
-    if plan.device == "cpu" or spec.launcher.engine == "slurm":
+    if plan.device == "cpu" or spec.launcher.cluster is not None:
         return None
     return ",".join(gpu.uuid for gpu in hardware.gpus[: plan.ranks_per_node])

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from soup_flows.group import MANY, Group
+from soup_flows.ray_settings import RaySettings
 from soup_flows.slurm_settings import SlurmSettings
 
 DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
 ]
-EngineName = Literal["local", "slurm"]
+EngineName = Literal["local", "slurm", "ray"]
 FSDPPreset = Literal["full_shard", "shard_grad", "full_offload", "hybrid_shard"]
 PlainStrategy = Literal["auto", "single", "ddp"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -189,9 +190,12 @@ class LauncherSettings(Group):
     """How the processes are started, watched and stopped."""
 
     engine: EngineName = Field("local", title="Engine")
-    """`local`: the ranks run on this machine. `slurm`: in a job, with the output folder on storage that all share."""
+    """`local`: the ranks run on this machine. `slurm`, `ray`: in a job of a cluster, with the output folder on
+    storage that all share."""
     slurm: SlurmSettings = Field(SlurmSettings(), title="Slurm")
     """What the job asks for, with `engine=slurm`."""
+    ray: RaySettings = Field(RaySettings(), title="Ray")
+    """The same with `engine=ray`."""
     stop_budget_s: float = Field(20.0, ge=1, le=28, title="Stop budget (seconds)")
     """Seconds between the request to stop and the last process being gone; Prefect kills after 30."""
     timeout_min: float | None = Field(None, gt=0, title="Time limit (minutes)")
@@ -209,6 +213,12 @@ class LauncherSettings(Group):
     allow_drill: bool = Field(False, validate_default=True, title="Allow the fault drill")
     """A drill ends the run, and some drills end the flow itself: say that it is meant."""
 
+    @property
+    def cluster(self) -> SlurmSettings | RaySettings | None:
+        """What the job asks its cluster for; None where the ranks run on this machine."""
+        known: dict[str, SlurmSettings | RaySettings] = {"slurm": self.slurm, "ray": self.ray}
+        return known.get(self.engine)
+
     @field_validator("allow_drill")
     @classmethod
     def _drill_is_meant(cls, value: bool, info: ValidationInfo) -> bool:
@@ -225,6 +235,8 @@ class BlockNames(Group):
     """Block of the type Soup Hugging Face Credentials; the ranks get its token as HF_TOKEN."""
     tracker: str | None = Field(None, min_length=1, title="Experiment tracker")
     """Block of the type Soup Experiment Tracker; rank 0 reports there."""
+    ray_cluster: str | None = Field(None, min_length=1, title="Ray cluster")
+    """Block of the type Soup Ray Cluster: where `launcher.engine=ray` submits to, and the token for it."""
     checkpoint_store: str | None = Field(None, min_length=1, title="Checkpoint store")
     """Block of the type Soup Checkpoint Store; checkpoints and the model are copied there, and a run that comes
     back on another machine goes on from there."""

@@ -159,6 +159,7 @@ class TrainingSpec(Group):
             "data.cache_dir": self.data.cache_dir,
             "recovery.resume": resume,
             "launcher.slurm.hardware": self.launcher.slurm.hardware,
+            "launcher.ray.hardware": self.launcher.ray.hardware,
         }
         absolute = {field: str(expanded(p).absolute()) for field, p in written.items() if p}
         named = {"model": self.model, "dataset": self.dataset, "data.eval_dataset": self.data.eval_dataset}
@@ -167,7 +168,13 @@ class TrainingSpec(Group):
     @property
     def nodes(self) -> int:
         """Machines of the run."""
-        return self.launcher.slurm.nodes if self.launcher.engine == "slurm" else 1
+        return self.launcher.cluster.nodes if self.launcher.cluster is not None else 1
+
+    @property
+    def recorded_machine(self) -> tuple[str | None, str]:
+        """The file that says what the cluster's machines are, if one is named, and the setting that names it."""
+        cluster = self.launcher.cluster
+        return (cluster.hardware if cluster else None), f"launcher.{self.launcher.engine}.hardware"
 
     @property
     def compares_answers(self) -> bool:

@@ -42,13 +42,16 @@ from soup_flows.validation import apply_fixes, count_rows, validate, with_others
 
 
 @task(name="detect hardware", cache_policy=NO_CACHE)
-def detect_hardware(device: str = "auto", paths: Sequence[str] = (), recorded: str | None = None) -> Hardware:
+def detect_hardware(
+    device: str = "auto", paths: Sequence[str] = (), recorded: str | None = None, field: str = "--hardware"
+) -> Hardware:
     """Read what this machine has, without touching a GPU's memory.
 
     Args:
         device: `auto`, `cuda` or `cpu`.
         paths: folders whose free disk space matters.
         recorded: JSON of `soup-flows doctor --json` of the machine that trains, where that is not this one.
+        field: the setting that names the record, for the message.
 
     Raises:
         Refused: for `device="cuda"` on a machine without a usable GPU, with the reason; for a record that
@@ -57,7 +60,7 @@ def detect_hardware(device: str = "auto", paths: Sequence[str] = (), recorded: s
     hardware = (
         detect(device, paths)  # type: ignore[arg-type]
         if recorded is None
-        else read_recorded(recorded, "launcher.slurm.hardware")
+        else read_recorded(recorded, field)
     )
     gpus = ", ".join(f"{gpu.name} ({gpu.memory_total_bytes / 2**30:.0f} GiB)" for gpu in hardware.gpus)
     _logger().info(

@@ -6,6 +6,7 @@ Nothing is coerced: a number or a list where text should be is a fault, never pr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from soup_flows.data.jsonlines import parse_cell
@@ -118,20 +119,31 @@ def _question(question: str, answer: str) -> Callable[[Row, str], Example]:
 
 def _completion(row: Row, name: str) -> Example:
     value = row.value
-    if _is_chat(value.get("prompt")) or _is_chat(value.get("completion")):
-        prompt, completion = value.get("prompt"), value.get("completion")
-        if isinstance(prompt, str) and prompt.strip():
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": _answer(value, "completion")}]
-        asked = [m | {"weight": 0} for m in messages_of(prompt, "prompt", answer=False)]
-        return _chat(row, name, asked + messages_of(completion, "completion"))
+    dialogue = _dialogue(value)
+    if dialogue:
+        asked, answer = dialogue
+        return _chat(row, name, [m | {"weight": 0} for m in asked] + answer)
     _no_system(value)
     prompt_text = _optional(value.get("prompt"), "prompt")
-    answer = _answer(value, "completion")
+    text = _answer(value, "completion")
     return Example(
-        "completion", prompt=prompt_text, completion=answer, format=name, line=row.line, file=row.file
+        "completion", prompt=prompt_text, completion=text, format=name, line=row.line, file=row.file
     )
+
+
+def _dialogue(value: dict[str, Any]) -> tuple[list[Message], list[Message]] | None:
+    """Return the prompt and the answer of a row as messages, or None if both are plain text."""
+    prompt, completion = value.get("prompt"), value.get("completion")
+    if not (_is_chat(prompt) or _is_chat(completion)):
+        return None
+    if isinstance(prompt, str) and prompt.strip():
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": _answer(value, "completion")}]
+    asked: list[Message] = messages_of(prompt, "prompt", answer=False)
+    for message in asked:
+        message.pop("weight", None)
+    return asked, _reply(_without(asked, messages_of(completion, "completion")), "completion")
 
 
 def _is_chat(value: object) -> bool:
@@ -200,6 +212,7 @@ def _preference(row: Row, name: str) -> Example:
         rejected = messages_of(value.get("rejected"), "rejected")
         if isinstance(prompt, list):
             shared = messages_of(prompt, "prompt", answer=False)
+            chosen, rejected = _without(shared, chosen), _without(shared, rejected)
         elif isinstance(prompt, str) and chosen[0]["role"] == "assistant":
             shared = [{"role": "user", "content": text_of(prompt, "prompt")}]
         else:  # the prompt is what both conversations begin with
@@ -207,7 +220,7 @@ def _preference(row: Row, name: str) -> Example:
             cut = min([*same, False].index(False), len(chosen) - 1, len(rejected) - 1)
             shared, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
         shared = _with_system(value, shared)
-        better, worse = chosen, rejected
+        better, worse = _reply(chosen, "chosen"), _reply(rejected, "rejected")
     else:
         _no_system(value)
         better, worse = _answer(value, "chosen"), _answer(value, "rejected")
@@ -226,29 +239,33 @@ def _preference(row: Row, name: str) -> Example:
     )
 
 
+def _without(prompt: list[Message], messages: list[Message]) -> list[Message]:
+    """Return the messages after the prompt: some data sets repeat it at the head of each answer."""
+    return messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+
+
+def _reply(messages: list[Message], field: str) -> list[Message]:
+    """Return the messages if they are an answer: a question in them would be learned, or told apart, as one."""
+    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+        found = ", ".join(message["role"] for message in messages) or "nothing after the prompt"
+        wanted = "assistant first and last; both answers follow the same prompt"
+        raise BadRow("answer is not the assistant's", field, found, wanted)
+    return messages
+
+
 def _kto(row: Row, name: str) -> Example:
     given = row.value.get("label")
     label = _LABELS.get(given.strip().lower()) if isinstance(given, str) else given
     if not isinstance(label, bool):
         raise BadRow("label is not true or false", "label", shown(given), "true or false")
-    pair = _completion(row, name)
-    if pair.kind == "completion":
-        return Example(
-            "kto",
-            prompt=pair.prompt,
-            completion=pair.completion,
-            label=label,
-            format=name,
-            line=row.line,
-            file=row.file,
-        )
-    answers = row.value["completion"]
-    cut = len(pair.messages) - (len(answers) if isinstance(answers, list) else 1)
-    prompt = [{k: v for k, v in m.items() if k != "weight"} for m in pair.messages[:cut]]
+    dialogue = _dialogue(row.value)
+    if not dialogue:
+        return replace(_completion(row, name), kind="kto", label=label)
+    asked, answer = dialogue
     return Example(
         "kto",
-        messages=prompt,
-        completion=pair.messages[cut:],
+        messages=_with_system(row.value, asked),
+        completion=answer,
         label=label,
         format=name,
         line=row.line,

@@ -13,6 +13,7 @@ STOPPED: dict[str, tuple[FailureClass, str]] = {
     "holder_gone": ("cancelled", "the flow process ended, so its training was stopped"),
     "timeout": ("timeout", "the run was stopped"),
     "node_lost": ("node_lost", "a machine of the run went away"),
+    "unfit": ("bad_config", "the machines of the cluster cannot run together"),
     "host_oom": ("host_oom", "the scheduler ended the run for the memory it took"),
     "supervisor_died": ("rank_killed", "the training was ended because its supervisor died"),
 }

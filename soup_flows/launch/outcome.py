@@ -7,6 +7,7 @@ logs.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -134,8 +135,10 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     errors = [error for error in read_errors(attempt) if error.time <= stop_time]
     if receipt.get("reason") == "supervisor_died":  # it read what the ranks printed
         errors = [error for error in errors if "broken pipe" not in error.message.lower()]
-    death = _death(receipt, errors)
+    death = _death(attempt, receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
+        # what the other ranks say of a machine that went away is that they lost a peer
+        lambda: _from_stop(attempt, receipt) if receipt.get("reason") == "node_lost" else None,
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
         lambda: _from_error(min(errors, key=lambda e: (_peer_gone(e), e.time))) if errors else None,
         lambda: _from_stop(attempt, receipt),
@@ -156,7 +159,7 @@ def _verdict(kind: FailureClass, cause: str, advice: str | None = None) -> Verdi
 # -- a rank died without saying why ----------------------------------------------------------------
 
 
-def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
+def _death(attempt: AttemptPaths, receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
     """Return `{"rank", "exit_code", "time"}` of the rank that died first without a word and not by us."""
     own = {
         entry["pid"] for entry in receipt.get("signalled", ()) if entry["signal"] in ("SIGKILL", "SIGTERM")
@@ -168,8 +171,16 @@ def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] |
         when = next((d["time"] for d in dead if d["pid"] == first["pid"]), None)
         return {"rank": first["rank"], "exit_code": first["exit_code"], "time": when}
     if receipt.get("reason") == "rank_died" and dead:
-        return {"rank": dead[0]["rank"], "exit_code": None, "time": dead[0]["time"]}
+        code = dead[0].get("exit_code") or _said_by_launcher(attempt, dead[0]["pid"])
+        return {"rank": dead[0]["rank"], "exit_code": code, "time": dead[0]["time"]}
     return None
+
+
+def _said_by_launcher(attempt: AttemptPaths, pid: int) -> int | None:
+    """Return the exit code that torch elastic printed for a rank that it had collected before it was stopped."""
+    text = "\n".join(last_lines(attempt.launcher_log, TAIL_LINES))
+    said = re.search(rf"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: {pid}\)", text)
+    return int(said[1]) if said else None
 
 
 def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:
@@ -183,24 +194,27 @@ def _peer_gone(error: RankError) -> bool:
 
 def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str, Any]) -> Verdict:
     rank, code = death["rank"], death["exit_code"]
-    if code is None:
-        return _verdict("rank_killed", f"rank {rank} died without a Python error and the others were stopped")
-    name = signal_name(-code)
     killed_for_memory = (receipt.get("oom_kills_after") or 0) - (receipt.get("oom_kills_before") or 0)
     pids = {d["pid"] for d in receipt.get("dead_ranks", ())} | {
         (receipt.get("first_failure") or {}).get("pid")
     }
     said = memory_kill(receipt.get("kernel", ()), pids)
-    if -code == signal.SIGKILL and said:
+    if code in (None, -signal.SIGKILL) and said:
         return _verdict(
             "host_oom", f"rank {rank} was killed for memory; the kernel's log says: {_short(said)}"
         )
-    if -code == signal.SIGKILL and killed_for_memory > 0:
+    if code in (None, -signal.SIGKILL) and killed_for_memory > 0:
         return _verdict(
             "host_oom",
             f"rank {rank} was killed by the kernel because the host's memory limit was reached "
             f"(oom_kill of the cgroup rose by {killed_for_memory})",
         )
+    if code is None or code > 0:
+        how = "died" if code is None else f"ended with exit code {code}"
+        return _verdict(
+            "rank_killed", f"rank {rank} {how} without a Python error and the others were stopped"
+        )
+    name = signal_name(-code)
     if -code == signal.SIGBUS:
         return _verdict("shm_full", f"rank {rank} ended by SIGBUS, which is what a full /dev/shm causes")
     if -code == signal.SIGTERM:

@@ -16,6 +16,7 @@ from soup_flows.launch import layout
 from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
 from soup_flows.lent import run_environment
 from soup_flows.paths import AttemptPaths, RunPaths
+from soup_flows.ray_settings import RaySettings
 from soup_flows.settings import EngineName
 from soup_flows.slurm_settings import SlurmSettings
 
@@ -52,13 +53,20 @@ INHERITED_RANK_VARIABLES = (
 """Variables of another launch. torch.distributed, accelerate (`utils/other.py`, `get_int_from_env`) and
 DeepSpeed (`comm/comm.py`, `mpi_discovery`) would believe them. A trailing `*` stands for anything."""
 
-ORCHESTRATOR_SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING")
-"""Credentials of the orchestrator, which ranks have no use for."""
+ORCHESTRATOR_SECRETS = ("PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Credentials of the orchestrator and of the cluster, which ranks have no use for."""
 
 PASSED_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD",
                   "MLFLOW_TRACKING_TOKEN", "COMET_API_KEY", "NEPTUNE_API_TOKEN", "CLEARML_API_SECRET_KEY",
                   "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")  # fmt: skip
 """Secrets that ranks may need. They are passed by name: their values never enter a `LaunchPlan`."""
+
+PASSED_BY_VALUE = (
+    "CUDA_HOME", "GLOO_SOCKET_IFNAME", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME",
+    "PATH", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TRANSFORMERS_OFFLINE", "TRITON_CACHE_DIR", "XDG_CACHE_HOME",
+)  # fmt: skip
+"""Variables of the flow that a job of a cluster gets; none of them is a secret."""
 
 
 class StallSettings(BaseModel):
@@ -106,6 +114,8 @@ class LaunchPlan(BaseModel):
     """What starts the hosts' supervisors; see `soup_flows.launch.engines`."""
     slurm: SlurmSettings = SlurmSettings()
     """What the job asks for, with `engine="slurm"`."""
+    ray: RaySettings = RaySettings()
+    """The same with `engine="ray"`."""
     cpus_per_node: int = Field(1, ge=1)
     """CPU cores that the ranks of a host use."""
     uses_gpus: bool = False
@@ -181,7 +191,7 @@ def build_launch_plan(
     stall: StallSettings | None = None,
     lease: LeaseSettings | None = None,
     nodes: int = 1,
-    slurm: SlurmSettings | None = None,
+    cluster: SlurmSettings | RaySettings | None = None,
 ) -> LaunchPlan:
     """Return the plan that starts the rank program on this host under torch elastic.
 
@@ -200,11 +210,12 @@ def build_launch_plan(
         stall: the watchdog's limits; its defaults when None.
         lease: the devices to hold while the attempt runs, or None.
         nodes: hosts.
-        slurm: what a job asks Slurm for, or None to start on this host.
+        cluster: what a job asks its cluster for, or None to start on this host.
 
     Raises:
         pydantic.ValidationError: if a value is out of range or `config_path` is not a temporary copy.
     """
+    engine = "local" if cluster is None else "slurm" if isinstance(cluster, SlurmSettings) else "ray"
     threads = omp_num_threads or max(1, len(os.sched_getaffinity(0)) // nproc_per_node)
     env = {
         # Without it an elastic restart reads addresses of the attempt before (pytorch issue 135712).
@@ -230,8 +241,8 @@ def build_launch_plan(
         attempt=attempt,
         nproc_per_node=nproc_per_node,
         nodes=nodes,
-        engine="local" if slurm is None else "slurm",
-        slurm=slurm or SlurmSettings(),
+        engine=engine,
+        **({} if cluster is None else {engine: cluster}),
         cpus_per_node=threads * nproc_per_node,
         uses_gpus=device == "cuda",
         argv=elastic_argv(
@@ -267,16 +278,33 @@ def elastic_argv(
     stop_budget_s: float,
     *program: str,
     meet: Rendezvous | None = None,
+    local_addr: str | None = None,
 ) -> tuple[str, ...]:
     """Return the torch elastic command that runs `program` (`-m module args` or `script args`) on this host.
 
     On one host the port is chosen by the kernel, never 29500. No restarts: an attempt is one try, and retries
     are decided by the flow, which may change the plan.
+
+    Args:
+        run_id: the run.
+        nproc_per_node: ranks on this host.
+        stop_budget_s: seconds from the request to stop until nothing is left.
+        program: what each rank runs.
+        meet: where several hosts meet.
+        local_addr: address of this host for the others, where its name would not do.
     """
-    here = ("--rdzv-endpoint", "localhost:0", "--local-addr", "localhost", "--rdzv-id", run_id)
+    here: tuple[str, ...] = (
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--local-addr",
+        "localhost",
+        "--rdzv-id",
+        run_id,
+    )
     if meet is not None:
         conf = f"is_host={int(meet.node == 0)}"
         here = ("--rdzv-endpoint", f"{meet.host}:{meet.port}", "--rdzv-conf", conf, "--rdzv-id", meet.id)
+        here += ("--local-addr", local_addr) if local_addr else ()
     return (
         sys.executable,
         *("-m", "torch.distributed.run"),

@@ -41,6 +41,19 @@ def parent_of(pid: int) -> int | None:
     return None if state in (b"Z", b"X") else int(parent)
 
 
+def ended_with(pid: int) -> int | None:
+    """Return how a process ended that its parent has not collected yet: -signal, or an exit code above 0.
+
+    None if it is collected, still runs, ended with 0, or may not be looked at (`man 5 proc`, exit_code).
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+        return os.waitstatus_to_exitcode(int(fields[49])) or None if fields[0] == b"Z" else None
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def descendants(root: int) -> list[int]:
     """Return all living descendants of `root`, parents before children."""
     children: dict[int, list[int]] = {}

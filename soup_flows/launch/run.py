@@ -21,7 +21,7 @@ class Outcome:
     """How an attempt ended, as the supervisor saw it.
 
     `reason` is `exited` (the launcher ended by itself), `stopped` (asked to, `receipt["detail"]` says why),
-    `signal`, `holder_gone`, `timeout`, `stalled`, `rank_died`, or `supervisor_died`. Slurm adds `preempted`,
+    `signal`, `holder_gone`, `timeout`, `stalled`, `rank_died`, or `supervisor_died`. A cluster adds `preempted`,
     `node_lost` and `host_oom`.
     """
 

@@ -213,7 +213,13 @@ class Supervisor:
         """A rank's process ended; without its clean mark that is a death and the others have to follow."""
         self.gone.add(rank)
         if not layout.clean_mark(self.channel, rank).exists():
-            dead = {"rank": self.numbers[rank], "pid": self.rank_pids[rank], "time": time.time()}
+            pid = self.rank_pids[rank]
+            dead = {
+                "rank": self.numbers[rank],
+                "pid": pid,
+                "exit_code": proc.ended_with(pid),
+                "time": time.time(),
+            }
             self.receipt["dead_ranks"].append(dead)
             self._rank_died()
 

@@ -32,6 +32,7 @@ from soup_flows.validation import (
     model,
     nvme,
     peft,
+    ray,
     security,
     slurm,
     trackers,
@@ -66,7 +67,7 @@ RUN_RULES: tuple[Rule[Context], ...] = tuple(
     rule
     for domain in (
         *(batch, dtype, deepspeed, nvme, fsdp, peft, checkpointing, model, data),
-        *(environment, trackers, variables, hardware, security, slurm),
+        *(environment, trackers, variables, hardware, security, slurm, ray),
     )
     for rule in domain.RULES
 )

@@ -23,6 +23,7 @@ DOMAINS = {
     "EN": "Packages, folders and environment variables",
     "HW": "Machine",
     "SL": "Slurm",
+    "RAY": "Ray",
     "SE": "Security",
     "DP": "Model class, tokenizer and rows (the deep look)",
 }

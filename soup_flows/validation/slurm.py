@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 from soup_flows.launch.engines.slurm_commands import partitions
 from soup_flows.launch.engines.slurm_text import Wanted, why_infeasible
-from soup_flows.launch.plan import PASSED_SECRETS
 from soup_flows.slurm_settings import SlurmSettings
-from soup_flows.validation.checkpointing import LOCAL_DISKS, checkpoint_bytes, output_disk
-from soup_flows.validation.environment import NETWORK
+from soup_flows.validation import cluster
+from soup_flows.validation.checkpointing import checkpoint_bytes
 from soup_flows.validation.table import Context, Found, rule, rules_in
 
 SHARED_BYTES_PER_S = 500_000_000
@@ -122,13 +121,8 @@ def infeasible(run: Context) -> Iterator[Found]:
 )
 def unproven_storage(run: Context) -> Iterator[Found]:
     """A job whose output folder is not known to be on a file system of the network."""
-    disk = output_disk(run)
-    kind = disk.filesystem if disk is not None else None
-    if _slurm(run) is not None and not (kind and kind.startswith(NETWORK)):
-        known = f"on {kind}" if kind else "on an unknown file system"
-        yield Found(
-            f"{run.spec.output_dir} is {known}{', a disk of one machine' if kind in LOCAL_DISKS else ''}"
-        )
+    if _slurm(run) is not None:
+        yield from cluster.unproven_storage(run)
 
 
 @rule(
@@ -140,10 +134,8 @@ def unproven_storage(run: Context) -> Iterator[Found]:
     source="soup_flows/slurm_settings.py",
 )
 def settings_without_engine(run: Context) -> Iterator[Found]:
-    """Settings for Slurm, and the engine local."""
-    given = run.spec.launcher.slurm.model_dump(exclude_defaults=True)
-    if _slurm(run) is None and given:
-        yield Found(f"launcher.slurm has {', '.join(given)} and the engine is local")
+    """Settings for Slurm, and another engine."""
+    yield from cluster.unused_settings(run, "slurm")
 
 
 @rule(
@@ -157,9 +149,8 @@ def settings_without_engine(run: Context) -> Iterator[Found]:
 )
 def secret_stays_here(run: Context) -> Iterator[Found]:
     """A secret that ranks may need, in the environment of a flow that submits a job."""
-    here = [name for name in PASSED_SECRETS if run.environ.get(name)]
-    if _slurm(run) is not None and here:
-        yield Found(f"{', '.join(here)} is set here")
+    if _slurm(run) is not None:
+        yield from cluster.secrets_here(run)
 
 
 RULES = rules_in(globals())

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from soup_flows.attempt import error_lines
 from soup_flows.errors import FAILURES, FailureClass, TrainingFailed
-from soup_flows.launch import layout
+from soup_flows.launch import layout, proc
 from soup_flows.launch.advice import ADVICE, match_text, match_types
 from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
 from soup_flows.launch.outcome import classify, tails
@@ -269,6 +269,49 @@ def test_signals_become_classes(
     verdict = classify(RunPaths(tmp_path).attempt(1), receipt)
     assert verdict.failure_class == expected
     assert "rank 0" in verdict.cause
+
+
+@pytest.mark.parametrize(
+    ("code", "oom_after", "expected", "cause"),
+    [
+        (-9, 3, "rank_killed", "killed by SIGKILL"),
+        (-9, 4, "host_oom", "memory limit"),
+        (-7, 3, "shm_full", "SIGBUS"),
+        (7, 3, "rank_killed", "exit code 7"),
+        (None, 3, "rank_killed", "died without a Python error"),
+        (None, 4, "host_oom", "memory limit"),
+    ],
+)
+def test_a_death_that_the_supervisor_saw_first_is_judged_alike(
+    tmp_path: Path, code: int | None, oom_after: int, expected: FailureClass, cause: str
+) -> None:
+    """The launcher is stopped before it could say how the rank ended; the supervisor saw it."""
+    dead = {"rank": 1, "pid": 7, "time": 10.0, "exit_code": code}
+    receipt = {**RECEIPT, "reason": "rank_died", "oom_kills_after": oom_after, "dead_ranks": [dead]}
+    verdict = classify(RunPaths(tmp_path).attempt(1), receipt)
+    assert verdict.failure_class == expected
+    assert "rank 1" in verdict.cause
+    assert cause in verdict.cause
+
+
+@pytest.mark.parametrize(("program", "code"), [("kill -9 $$", -9), ("exit 7", 7), ("exit 0", None)])
+def test_the_end_of_a_process_is_read_before_its_parent_collects_it(program: str, code: int | None) -> None:
+    child = subprocess.Popen(["sh", "-c", program])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays to be collected
+    assert proc.ended_with(child.pid) == code
+    child.wait()
+    assert proc.ended_with(child.pid) is None
+    assert proc.ended_with(os.getpid()) is None
+
+
+def test_a_death_that_torch_elastic_has_collected_is_read_from_its_log(tmp_path: Path) -> None:
+    attempt = RunPaths(tmp_path).attempt(1)
+    attempt.logs.mkdir(parents=True)
+    said = "failed (exitcode: -7) local_rank: 1 (pid: 7) of binary: python\n"
+    attempt.launcher_log.write_text(said + said.replace("-7", "-9").replace("pid: 7", "pid: 70"))
+    dead = {"rank": 1, "pid": 7, "time": 10.0, "exit_code": None}
+    receipt = {**RECEIPT, "reason": "rank_died", "dead_ranks": [dead]}
+    assert classify(attempt, receipt).failure_class == "shm_full"
 
 
 def test_an_abort_is_judged_by_what_the_rank_said(tmp_path: Path) -> None:

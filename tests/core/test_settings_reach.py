@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from soup_flows.slurm_settings import SlurmSettings
 from soup_flows.spec import TrainingSpec
 
 PACKAGE = Path(__file__).parents[2] / "soup_flows"
@@ -62,11 +61,20 @@ class Uses(ast.NodeVisitor):
             above = self.kind(node.value)
             if node.attr in ("spec", "_spec"):
                 return TrainingSpec
-            if above is None and node.attr == "slurm":  # of a launch plan, which carries the group on
-                return SlurmSettings
+            if above is None and node.attr in (
+                "slurm",
+                "ray",
+            ):  # of a launch plan, which carries the groups on
+                return GROUPS[node.attr]
             field = above.model_fields.get(node.attr) if above is not None else None
             return GROUPS.get(node.attr) if field is not None else None
         return None
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        kind = CLASSES.get(node.name)
+        self.names.append({"self": kind} if kind is not None else {})
+        self.generic_visit(node)
+        self.names.pop()
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -112,13 +120,29 @@ def uses() -> dict[tuple[type[BaseModel], str], list[str]]:
 
 USES = uses()
 BY_NAME = {
-    "launcher.slurm.nodes": ("spec.py", "return self.launcher.slurm.nodes if", "spec.nodes"),
+    **{
+        f"launcher.{engine}.{name}": ("spec.py", text, f"spec.{carried}")
+        for engine in ("slurm", "ray")
+        for name, text, carried in (
+            ("nodes", "self.launcher.cluster.nodes", "nodes"),
+            ("hardware", "cluster.hardware", "recorded_machine"),
+        )
+    },
     "launcher.allow_drill": ("settings.py", "allow_drill", "launcher.drill"),
     "blocks.hugging_face": (
         "block_use.py",
         '("hugging_face", HuggingFaceCredentials)',
         "getattr(spec.blocks",
     ),
+    "blocks.ray_cluster": ("block_use.py", '("ray_cluster", RayCluster)', "getattr(spec.blocks"),
+    **{
+        f"launcher.ray.{name}": ("ray_settings.py", text, "launch.ray.wanted(")
+        for name, text in (
+            ("cpus_per_node", "self.cpus_per_node or"),
+            ("memory_gib", "if self.memory_gib"),
+            ("resources", "| self.resources"),
+        )
+    },
 }
 """What is read in another way: the file, the text in it, and what carries it on."""
 

@@ -113,7 +113,7 @@ def launch(folder: Path, device: Any = "cuda", nodes: int = 1, **slurm: Any) -> 
         stop_budget_s=20,
         timeout_s=None,
         nodes=nodes,
-        slurm=SlurmSettings(**slurm),
+        cluster=SlurmSettings(**slurm),
     )
 
 

@@ -31,6 +31,7 @@ CORE = (
     "roots",
     "group",
     "slurm_settings",
+    "ray_settings",
     "settings",
     "spec_problems",
     "spec",
@@ -70,7 +71,12 @@ CORE = (
     "mirror",
     "recovery",
     "stop",
+    "cluster_job",
+    "ray_host",
+    "ray_elastic",
+    "ray_attempt",
     "slurm_job",
+    "ray_job",
     "consolidate",
     "pages",
     "compare",
@@ -112,6 +118,7 @@ HEAVY = {
     "trl",
     "safetensors",
     "tokenizers",
+    "ray",
 }
 
 
@@ -140,6 +147,8 @@ def test_imports_keep_their_direction(file: Path) -> None:
     if part != "training":
         # `soup-flows data --tokenizer` renders rows in its own process, never in a flow's.
         allowed_heavy = {"transformers"} if file == PACKAGE / "data" / "command.py" else set()
+        if part in ("ray_attempt", "ray_job"):  # they run on the cluster alone
+            allowed_heavy = {"ray"}
         assert not {name.split(".")[0] for name in names} & HEAVY - allowed_heavy
         assert "training" not in ours
     if part in CORE:

@@ -83,6 +83,18 @@ def test_chats(write, row: dict, name: str, messages: list[dict]) -> None:
             {"messages": [U], "chosen": [A], "rejected": [A | {"content": "b"}]},
         ),
         (
+            {"prompt": [U], "chosen": [U, A], "rejected": [U, A | {"content": "b"}]},
+            "preference",
+            "preference",
+            {"messages": [U], "chosen": [A], "rejected": [A | {"content": "b"}]},
+        ),
+        (
+            {"prompt": [U], "completion": [U, A], "label": True, "system": "s"},
+            "kto",
+            "kto",
+            {"messages": [{"role": "system", "content": "s"}, U], "completion": [A], "label": True},
+        ),
+        (
             {"prompt": "q", "chosen": [A], "rejected": [A | {"content": "b"}]},
             "preference",
             "preference",
@@ -144,6 +156,22 @@ def test_other_kinds(write, row: dict, name: str, kind: str, attributes: dict) -
         ({"input_ids": [1, 2], "labels": [-100, -100]}, "no trained token", "labels"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen equals rejected", "rejected"),
         ({"prompt": "q", "chosen": "a"}, "empty answer", "rejected"),
+        (
+            {"chosen": [U, A], "rejected": [U | {"content": "another"}, A | {"content": "b"}]},
+            "answer is not the assistant's",
+            "chosen",
+        ),
+        ({"prompt": [U], "chosen": [A], "rejected": [U, A, U]}, "answer is not the assistant's", "rejected"),
+        (
+            {"prompt": [U], "completion": [U | {"content": "another"}, A]},
+            "answer is not the assistant's",
+            "completion",
+        ),
+        (
+            {"prompt": [U], "completion": [A, U], "label": True},
+            "answer is not the assistant's",
+            "completion",
+        ),
         ({"prompt": "q", "completion": "a", "label": 1}, "label is not true or false", "label"),
         ({"foo": "q", "bar": "a"}, "no known columns", ""),
         ({}, "no known columns", ""),

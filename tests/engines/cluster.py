@@ -133,7 +133,7 @@ def _write_config(root: Path, port: int) -> None:
     (root / "slurm.conf").write_text(text)
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """Return the first of `count` free ports in a row, outside those that the kernel hands out."""
     for first in range(16000 + os.getpid() % 1000 * 10, 31000, 10):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def _free_ports(count: int) -> int:
 @contextlib.contextmanager
 def cluster() -> Iterator[Daemons]:
     """Start the cluster and wait until both nodes are idle."""
-    port = _free_ports(1 + len(NODES))
+    port = free_ports(1 + len(NODES))
     root = Path(tempfile.mkdtemp(prefix="soup-slurm-", dir="/tmp"))
     root.chmod(0o755)
     _write_config(root, port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -18,13 +19,18 @@ from soup_flows.attempt import engine
 from soup_flows.errors import TrainingFailed
 from soup_flows.launch import proc
 from soup_flows.launch.engines import Engine
-from soup_flows.launch.engines import slurm as slurm_engine
+from soup_flows.launch.engines.cluster import ClusterEngine
+from soup_flows.launch.engines.ray import RayEngine
+from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import tail_events
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.paths import RunPaths
+from soup_flows.ray_settings import RaySettings
 from soup_flows.report import TrainReport
 from soup_flows.spec import TrainingSpec, parse_spec
+from tests.engines import ray_cluster as real_ray
 from tests.engines.cluster import Daemons, cluster, why_not
+from tests.engines.ray_cluster import RayCluster
 from tests.launch.conftest import Launch
 
 STEPS, EVERY = 12, 3
@@ -47,17 +53,50 @@ def slurm(slurm_cluster: Daemons, monkeypatch: pytest.MonkeyPatch) -> Daemons:
     """The cluster as this process's Slurm, asked often."""
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm_cluster.environment[name])
-    monkeypatch.setattr(slurm_engine, "ASK_EVERY_S", 1.0)
-    monkeypatch.setattr(slurm_engine.SlurmEngine.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(ClusterEngine.__init__, "__defaults__", (1.0,))
     return slurm_cluster
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.long)])
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A real Ray; the tests that need it are skipped where it cannot be started."""
+    reason = real_ray.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with real_ray.cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def ray(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    """The cluster as this process's Ray, asked often."""
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", ray_cluster.address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(RayEngine.__init__, "__defaults__", (1.0,))
+    return ray_cluster
+
+
+CLUSTERS = ("slurm", "ray")
+
+
+@pytest.fixture(params=["local", *(pytest.param(name, marks=pytest.mark.long) for name in CLUSTERS)])
 def name(request: pytest.FixtureRequest) -> str:
     """Every engine in turn."""
-    if request.param == "slurm":
-        request.getfixturevalue("slurm")
+    if request.param in CLUSTERS:
+        request.getfixturevalue(request.param)
     return str(request.param)
+
+
+@pytest.fixture(params=CLUSTERS)
+def cluster_name(request: pytest.FixtureRequest) -> str:
+    """Every engine whose jobs outlive the flow."""
+    request.getfixturevalue(request.param)
+    return str(request.param)
+
+
+def a_flow_on(name: str) -> ClusterEngine:
+    """Return the engine as another flow process would make it."""
+    return SlurmEngine() if name == "slurm" else RayEngine(RaySettings())
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
@@ -76,6 +115,20 @@ def marked(run_id: str) -> list[str]:
     ids = [run_id, *(f"{run_id}.{node}" for node in range(4))]
     pids = {pid for found in ids for pid in proc.marked(found)}
     return [f"{pid}: {Path(f'/proc/{pid}/cmdline').read_bytes()!r}" for pid in sorted(pids)]
+
+
+def job_of(run: Run | Light) -> str:
+    """Return the cluster's own name of a run's job."""
+    (handle,) = (p for name in CLUSTERS if (p := run.paths.root / f"{name}.json").exists())
+    return str(json.loads(handle.read_text())["job"])
+
+
+def on_machines(run: Run, gpus: int = 1) -> Run:
+    """Return the run with so many ranks on each machine of a cluster whose machines are all this one."""
+    silence = {"CP007": "all machines are this machine"}
+    validation = run.spec.validation.model_copy(update={"silence": silence})
+    run.spec = run.spec.model_copy(update={"gpus": gpus, "validation": validation})
+    return run
 
 
 class Run:

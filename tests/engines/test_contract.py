@@ -1,4 +1,4 @@
-"""What every engine has to do alike: one suite, for this machine and for a real Slurm."""
+"""What every engine has to do alike: one suite, for this machine, a real Slurm and a real Ray."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from soup_flows.attempts import reconcile
 from soup_flows.checkpoints import list_checkpoints, verify
 from soup_flows.errors import Refused
 from soup_flows.launch.engines import Handle
-from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.run import follow
 from soup_flows.report import TrainReport
 from soup_flows.stop import stop
-from tests.engines.conftest import STEPS, Light, Maker, Run, losses, marked, until
+from tests.engines.conftest import STEPS, Light, Maker, Run, a_flow_on, losses, marked, until
 
 pytestmark = pytest.mark.ranks
 LONG = pytest.mark.long
+REFUSED = {"local": "ENGINE001", "slurm": "ENGINE003", "ray": "ENGINE006"}
 
 FLOW = """
 import pathlib, sys
@@ -120,7 +120,7 @@ def test_an_infeasible_size_is_refused_at_once(name: str, light: Light) -> None:
     found, plan = light.on(name, "ready()\n", nodes=64)
     with pytest.raises(Refused) as refused:
         follow(found, plan)
-    assert refused.value.problems[0].id == {"local": "ENGINE001", "slurm": "ENGINE003"}[name]
+    assert refused.value.problems[0].id == REFUSED[name]
     assert not light.attempt.root.exists()
 
 
@@ -140,10 +140,10 @@ def test_the_death_of_the_flow(name: str, make: Maker, undisturbed: TrainReport)
         assert [row.state for row in reconcile(run.paths, run.spec.recovery)] == ["lost"]
         report = run.attempt()
     else:
-        before = SlurmEngine().attach(run.paths)
+        before = a_flow_on(name).attach(run.paths)
         assert before is not None
         report = run.attempt(launch=launch)
-        after = Handle.model_validate_json((run.paths.root / "slurm.json").read_bytes())
+        after = Handle.model_validate_json((run.paths.root / f"{name}.json").read_bytes())
         assert after == before
     assert (report.state, report.attempts) == ("completed", 2 if name == "local" else 1), report.cause
     assert losses(report) == losses(undisturbed)

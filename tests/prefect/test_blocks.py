@@ -16,21 +16,24 @@ from typing import Any, ClassVar
 import pytest
 from prefect import flow
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
-from pydantic import SecretStr, ValidationError
+from pydantic import HttpUrl, SecretStr, ValidationError
 
 from soup_flows import tasks
-from soup_flows.block_use import apply_blocks, bring_back
+from soup_flows.block_use import apply_blocks, bring_back, credentials
 from soup_flows.blocks import (
     CheckpointStore,
     ExperimentTracker,
     HuggingFaceCredentials,
     Placement,
+    RayCluster,
     SoupTrainingJob,
 )
 from soup_flows.deploy import block_types
 from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.flows import soup_train
+from soup_flows.launch.engines.ray_http import Dashboard
 from soup_flows.launch.plan import LaunchPlan
+from soup_flows.lent import run_environment
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.spec import parse_spec
@@ -117,6 +120,12 @@ def test_placement_and_tracker_change_the_spec() -> None:
     assert spec.training.report_to == ["tensorboard", "mlflow"]
     with pytest.raises(Refused, match=r"BLOCK001.*blocks\.placement.*did you mean 'box'"):
         apply_blocks(parse_spec({**SPEC, "blocks": {"placement": "bok"}}))
+    RayCluster(address=HttpUrl("http://head:8265"), token=SecretStr("t")).save("ours", overwrite=True)
+    for engine, wanted in (("ray", ("http://head:8265", "t")), ("local", ("", None))):
+        spec = parse_spec({**SPEC, "blocks": {"ray_cluster": "ours"}, "launcher": {"engine": engine}})
+        with credentials(spec):
+            dashboard = Dashboard(spec.launcher.ray, {**run_environment(), "HOME": "/nowhere"})
+            assert (dashboard.address, dashboard.token) == wanted
 
 
 def test_a_tracker_says_what_it_cannot_take() -> None:

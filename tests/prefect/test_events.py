@@ -13,9 +13,10 @@ from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
 from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelling
 
 from soup_flows.launch.plan import build_launch_plan
-from soup_flows.live import LiveView, emit_end
+from soup_flows.live import LiveView, Waiting, emit_end
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 
@@ -79,3 +80,24 @@ def test_every_kind_of_event_reaches_the_server(tmp_path: Path) -> None:
     assert progress.data == pytest.approx(100 * 11 / 40)
     assert progress.description == "step 11 of 40, loss 2.5, 500 tokens/s"
     assert str(page.data).startswith("# Ended early: step 11 of 40")
+
+
+@flow
+def waits() -> list[tuple[str | None, str | None]]:
+    waiting = Waiting()
+
+    def told(text: str) -> tuple[str | None, str | None]:
+        waiting.say(text)
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(UUID(str(runtime.flow_run.id))).state
+            return state and state.name, state and state.message
+
+    seen = [told("slurm: waits: Resources"), told("")]
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(str(runtime.flow_run.id)), Cancelling())
+    return [*seen, told("slurm: waits: Priority")]
+
+
+def test_the_state_says_what_a_run_waits_for_and_a_cancel_stays() -> None:
+    Waiting().say("outside of a flow")
+    assert waits() == [("Waiting", "slurm: waits: Resources"), ("Running", None), ("Cancelling", None)]

@@ -64,6 +64,11 @@ def slurm(**values: Any) -> dict[str, Any]:
     return {"launcher": {"engine": "slurm", "slurm": values}}
 
 
+def ray(**values: Any) -> dict[str, Any]:
+    """Return a spec of a Ray job that asks for these values."""
+    return {"launcher": {"engine": "ray", "ray": values}}
+
+
 # rule -> (caught, let through); a value may be a function of the folder
 RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "BT003": ({"spec": {**ZERO3, "gpus": 1}}, {"spec": {"deepspeed": "zero3_offload", "gpus": 1}}),
@@ -77,6 +82,20 @@ RUN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SL007": (
         {"spec": slurm(), "environ": {"HF_TOKEN": "hf_x"}},
         {"spec": {}, "environ": {"HF_TOKEN": "hf_x"}},
+    ),
+    "RAY004": ({"spec": ray(), "on": disk(900)}, {"spec": ray(), "on": disk(900, "nfs4")}),
+    "RAY005": ({"spec": {"launcher": {"ray": {"nodes": 2}}}}, {"spec": ray(memory_gib=4)}),
+    "RAY006": (
+        {"spec": ray(), "environ": {"HF_TOKEN": "hf_x"}},
+        {"spec": slurm(), "environ": {"HF_TOKEN": "hf_x"}},
+    ),
+    "RAY007": (
+        {"spec": ray(address="http://head:8265"), "environ": {"RAY_AUTH_TOKEN": "x"}},
+        {"spec": ray(address="http://localhost:8265"), "environ": {"RAY_AUTH_TOKEN": "x"}},
+    ),
+    "RAY009": (
+        {"spec": {**ZERO3, "gpus": 2, **ray(nodes=2, min_nodes=1)}},
+        {"spec": {"fsdp": "full_shard", "gpus": 2, **ray(nodes=2, min_nodes=1)}},
     ),
     "BT004": ({"rows": 15}, {"rows": 16}),
     "BT005": ({"rows": 1}, {"rows": 2}),

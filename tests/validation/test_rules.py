@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,10 @@ INSTALLATION = {
     "EN027",
     "SL001",
     "SL004",
+    "RAY001",
+    "RAY002",
+    "RAY003",
+    "RAY008",
 }
 """Rules about what is installed here: tested one by one below."""
 
@@ -157,6 +165,54 @@ def test_what_no_partition_has(
     found = " ".join(problem.message for problem in BY_ID["SL004"].apply(context))
     assert bool(found) == bool(words)
     assert words in found
+
+
+class RayDashboard(BaseHTTPRequestHandler):
+    """Says what ray 2.60 says of a cluster of one machine with 8 cores."""
+
+    def do_GET(self) -> None:
+        machine = {"node_ip": "10.0.0.1", "state": "ALIVE", "resources_total": {"CPU": 8.0}}
+        nodes = {"data": {"result": {"result": [machine]}}}
+        answer = {"ray_version": "2.59.1"} if self.path == "/api/version" else nodes
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+def test_what_the_ray_cluster_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(rule_id: str, environ: dict[str, str], **ray: Any) -> str:
+        spec = {"gpus": 2, "device": "cpu", "launcher": {"engine": "ray", "ray": ray, "omp_num_threads": 4}}
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        context = run(
+            folder, spec=spec, on=machine("CPU", 0), environ=environ, plan={"nodes": ray.get("nodes", 1)}
+        )
+        return " ".join(problem.message for problem in BY_ID[rule_id].apply(context))
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert found("RAY002", {})
+    assert not found("RAY002", {}, python="/opt/python")
+    assert found("RAY001", {})
+    assert not found("RAY001", {}, address="http://head:8265")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RayDashboard)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    here = {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        assert not found("RAY001", here)
+        assert not found("RAY003", here)
+        assert "1 of 1" in found("RAY003", here, nodes=2)
+        assert not found("RAY003", here, nodes=2, min_nodes=1)
+        assert not found("RAY003", here, nodes=2, grows=True)
+        assert "0 of 1" in found("RAY003", here, cpus_per_node=9)
+        assert "2.59.1" in found("RAY008", here)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not found("RAY003", here, nodes=2)  # nobody answers now: the submission says so
+    assert not found("RAY008", here)
 
 
 def test_missing_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

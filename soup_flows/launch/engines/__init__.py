@@ -1,4 +1,4 @@
-"""Where the ranks run: one protocol, and an engine for this machine and one for a Slurm cluster.
+"""Where the ranks run: one protocol, and engines for this machine, a Slurm cluster and a Ray cluster.
 
 All engines run the same rank program on the same run directory, so a result does not depend on the engine, and
 whether a run succeeded is read from that directory, never from an exit code or an engine's word alone.
@@ -33,7 +33,7 @@ class Handle(BaseModel):
     run_dir: str
     """The run directory, absolute."""
     job: str = Field(min_length=1)
-    """The engine's own name of the work: the supervisor's PID, or Slurm's job id."""
+    """The engine's own name of the work: the supervisor's PID, Slurm's job id, or Ray's submission id."""
 
     @property
     def paths(self) -> RunPaths:

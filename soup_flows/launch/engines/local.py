@@ -33,7 +33,7 @@ class LocalEngine:
                 severity="error",
                 field="launcher.engine",
                 message=f"the engine local has this machine alone, and {launch.nodes} are asked for",
-                fix="use launcher.engine=slurm, or one machine",
+                fix="use launcher.engine=slurm or ray, or one machine",
             )
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
+from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.launch.engines.slurm_text import (
     SINFO_FORMAT,
     Job,
@@ -20,10 +21,6 @@ ANSWER_S = 30.0
 """Longest wait for one of Slurm's commands."""
 KILL_WAIT_S = 120.0
 """Seconds beyond the stop budget that a cancelled job gets: KillWait is 30 s by default (`man 5 slurm.conf`)."""
-
-
-class Unanswered(Exception):
-    """Slurm did not answer; nothing is known about the job."""
 
 
 def partitions(names: str | None) -> list[NodeGroup] | None:
@@ -44,14 +41,14 @@ def partitions(names: str | None) -> list[NodeGroup] | None:
     return found if names or not default else [g for g in found if g.partition.rstrip("*") in default]
 
 
-def alive(job: str) -> bool:
-    """Whether a job is queued or running; one that is just ending is waited for."""
+def settled(job: str) -> Job | None:
+    """Return what Slurm says about a job; one that is just ending is waited for."""
     end = time.monotonic() + KILL_WAIT_S
     found = ask(job)
     while found is not None and found.state == "COMPLETING" and time.monotonic() < end:
         time.sleep(0.5)
         found = ask(job)
-    return found is not None and found.here in ("QUEUED", "RUNNING")
+    return found
 
 
 def ask(job: str) -> Job | None:

@@ -10,21 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from soup_flows.launch.engines import State
-from soup_flows.launch.plan import LaunchPlan
+from soup_flows.launch.plan import PASSED_BY_VALUE, LaunchPlan
 from soup_flows.units import whole
 
-SCRIPT, LOG, HANDLE = "slurm.sh", "slurm.log", "slurm.json"
-"""Files in the run directory: what was submitted, what the batch script printed, and the handle."""
+SCRIPT, LOG = "slurm.sh", "slurm.log"
+"""Files in the run directory: what was submitted, and what the batch script printed."""
 
 JOB_PROGRAM = "soup_flows.slurm_job"
 """What the batch script and each host run; it is named and not imported, since it comes after this package."""
-
-PASSED_BY_VALUE = (
-    "CUDA_HOME", "GLOO_SOCKET_IFNAME", "HF_DATASETS_CACHE", "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_CACHE",
-    "HF_HUB_OFFLINE", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "NCCL_DEBUG", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME",
-    "PATH", "TORCH_EXTENSIONS_DIR", "TORCH_HOME", "TRANSFORMERS_OFFLINE", "TRITON_CACHE_DIR", "XDG_CACHE_HOME",
-)  # fmt: skip
-"""Variables of the flow that the job gets; none of them is a secret. The rest is the user's log-in environment."""
 
 QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT",
           "SUSPENDED")  # fmt: skip

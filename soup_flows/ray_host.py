@@ -1,0 +1,164 @@
+"""One machine of a run on a Ray cluster, as the actor there does it: look, run to the end, stop. Without Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from soup_flows.cluster_job import free_port, on_host
+from soup_flows.launch.engines import finished
+from soup_flows.launch.plan import LaunchPlan, Rendezvous
+from soup_flows.launch.run import run
+from soup_flows.manifest import library_versions
+from soup_flows.paths import RunPaths
+
+SHARED_S = 70.0
+"""Longest wait until a new file is seen by another machine: NFS may take a minute (`man 5 nfs`, acdirmax)."""
+SKEW_S = 5.0
+"""Difference of clocks that is pointed out: which rank failed first is told by them."""
+
+
+class Seen(BaseModel):
+    """What a machine of the run says about itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    node: str
+    """Ray's id of it."""
+    address: str
+    """By which the others reach it."""
+    port: int
+    """One that is free there."""
+    time: float
+    """Unix seconds."""
+    versions: dict[str, str]
+    """Library to version."""
+    shares: bool
+    """Whether it saw the word that was left for it in the run directory, and could write beside it."""
+
+
+class Host:
+    """One machine; its supervisor runs below the actor and ends with it."""
+
+    def __init__(self, address: str, node: str) -> None:
+        self.address, self.node = address, node
+        self._reason: str | None = None
+
+    def look(self, run_dir: str, word: str) -> str:
+        """Say what this machine is; `word` stands in a file of the run directory.
+
+        Returns:
+            `Seen` as JSON.
+        """
+        paths = RunPaths(Path(run_dir))
+        return Seen(
+            name=socket.gethostname(),
+            node=self.node,
+            address=self.address,
+            port=free_port(),
+            time=time.time(),
+            versions=library_versions(),
+            shares=_shares(paths.temp, word),
+        ).model_dump_json()
+
+    def run(self, launch_json: str, meet_json: str | None, cwd: str) -> tuple[bool, str]:
+        """Run this machine's ranks to their end.
+
+        Returns:
+            Whether the run has finished, and the reason of the receipt.
+        """
+        os.chdir(cwd)
+        launch = LaunchPlan.model_validate_json(launch_json)
+        if meet_json is not None:
+            launch = launch.model_copy(update={"env": launch.env | interface_variables(self.address)})
+            launch = on_host(launch, Rendezvous.model_validate_json(meet_json), self.address)
+        else:
+            launch = launch.model_copy(update={"argv": (sys.executable, *launch.argv[1:])})
+        outcome = run(launch, should_stop=lambda: self._reason)
+        return finished(launch.attempt_paths), outcome.reason
+
+    def stop(self, reason: str) -> None:
+        """Have the ranks save where they can, and end."""
+        self._reason = reason
+
+
+def leave_word(paths: RunPaths) -> str:
+    """Leave a new word in the run directory, for the machines to find."""
+    word = secrets.token_hex(16)
+    paths.temp.mkdir(mode=0o700, exist_ok=True)
+    _word_file(paths.temp, word).write_text(word)
+    return word
+
+
+def collect_word(paths: RunPaths, word: str) -> None:
+    """Remove the word and the answers to it."""
+    for path in paths.temp.glob(f"ray-word-{word}*"):
+        path.unlink(missing_ok=True)
+
+
+def differences(seen: list[Seen], since: float) -> tuple[list[str], list[str]]:
+    """Return why these machines cannot run together, and what is odd about them.
+
+    Args:
+        seen: what each said.
+        since: Unix time here when they were asked.
+    """
+    now = time.time()
+    faults = [
+        f"{host.name} ({host.address}) does not share the run directory" for host in seen if not host.shares
+    ]
+    first = seen[0]
+    for host in seen[1:]:
+        names = {**first.versions, **host.versions}
+        faults += [
+            f"{name} is {first.versions.get(name)} on {first.name} and {host.versions.get(name)} on {host.name}"
+            for name in names
+            if first.versions.get(name) != host.versions.get(name)
+        ]
+    odd = [
+        f"the clock of {host.name} differs by at least {max(since - host.time, host.time - now):.0f} s"
+        for host in seen
+        if max(since - host.time, host.time - now) > SKEW_S
+    ]
+    return faults, odd
+
+
+def interface_variables(address: str) -> dict[str, str]:
+    """Name the network interface that has an address, for gloo and NCCL; what the user set stays.
+
+    Gloo takes the one that the host's name resolves to, which is often the loopback device.
+    """
+    found = [
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(entry.address == address for entry in addresses)
+    ]
+    name = "lo" if address.startswith("127.") else next(iter(found), None)
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
+    return {key: value for key, value in wanted.items() if key not in os.environ}
+
+
+def _shares(folder: Path, word: str) -> bool:
+    end = time.monotonic() + SHARED_S
+    while time.monotonic() < end:
+        try:
+            if _word_file(folder, word).read_text() == word:
+                answer = folder / f"ray-word-{word}-{secrets.token_hex(4)}"
+                answer.write_text(socket.gethostname())
+                return True
+        except OSError:
+            pass
+        time.sleep(0.5)
+    return False
+
+
+def _word_file(folder: Path, word: str) -> Path:
+    return folder / f"ray-word-{word}"
