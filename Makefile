@@ -38,7 +38,7 @@ coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "not ranks and not server and not long" -q -n 2 --cov $(ARGS)
 
 fuzz: $(VENV)/installed-dev
-	SOUP_FLOWS_FUZZ=long $(BIN)/python -m pytest tests/fuzz -q -n 2 $(ARGS)
+	SOUP_FLOWS_FUZZ=30 $(BIN)/python -m pytest tests/fuzz -q -n 2 $(ARGS)
 
 mutation: $(VENV)/installed-dev
 	$(BIN)/python -m tests.mutation $(ARGS)

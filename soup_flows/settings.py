@@ -13,6 +13,7 @@ from soup_flows.slurm_settings import SlurmSettings
 DeepSpeedPreset = Literal[
     "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_nvme", "zero++", "zero_pp"
 ]
+EngineName = Literal["local", "slurm", "ray"]
 FSDPPreset = Literal["full_shard", "shard_grad", "full_offload", "hybrid_shard"]
 PlainStrategy = Literal["auto", "single", "ddp"]
 Device = Literal["auto", "cuda", "cpu"]
@@ -188,7 +189,7 @@ class ValidationSettings(Group):
 class LauncherSettings(Group):
     """How the processes are started, watched and stopped."""
 
-    engine: Literal["local", "slurm", "ray"] = Field("local", title="Engine")
+    engine: EngineName = Field("local", title="Engine")
     """`local`: the ranks run on this machine. `slurm`, `ray`: in a job of a cluster, with the output folder on
     storage that all share."""
     slurm: SlurmSettings = Field(SlurmSettings(), title="Slurm")

@@ -120,7 +120,7 @@ def mutated(mutant: Mutant) -> ast.Module:
             assert new is not None
             return ast.copy_location(new, node)
 
-    Put().visit(tree)
+    Put().generic_visit(tree)
     return ast.fix_missing_locations(tree)
 
 
@@ -217,10 +217,10 @@ def main() -> int:
         rows = map(json.loads, given.results.read_text(encoding="utf-8").splitlines())
         known = {Mutant(**row["mutant"]): row["survived"] for row in rows}
     end = time.monotonic() + 60 * given.minutes
-    tried = []
+    tried, before = [], len(known)
     for mutant in chosen(given.sample, given.seed, given.only):
         if mutant not in known:
-            if time.monotonic() > end:
+            if len(known) > before and time.monotonic() > end:
                 break
             known[mutant] = survives(mutant)
             if given.results:

@@ -20,7 +20,7 @@ from soup_flows.deploy.values import DeployRequest, Step
 from soup_flows.errors import Problem, Refused, nearest, refuse
 from soup_flows.spec import parse_spec
 from soup_flows.spec_file import MAX_SPEC_BYTES
-from soup_flows.user_file import BadFile
+from soup_flows.user_file import BadFile, expanded
 from soup_flows.user_yaml import read_yaml
 
 JOB = "training-job"
@@ -55,7 +55,7 @@ def ensure_documents(client: SyncPrefectClient, request: DeployRequest, dry_run:
     """
     with resources.as_file(resources.files("soup_flows.deploy") / "documents") as folder:
         ours = read_documents(folder)
-    theirs = read_documents(Path(request.blocks).expanduser()) if request.blocks is not None else {}
+    theirs = read_documents(expanded(request.blocks)) if request.blocks is not None else {}
     steps = []
     for (slug, name), block in {**ours, **theirs}.items():
         try:

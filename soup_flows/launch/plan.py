@@ -17,6 +17,7 @@ from soup_flows.launch.proc import MARKER, SUPERVISOR_MARKER
 from soup_flows.lent import run_environment
 from soup_flows.paths import AttemptPaths, RunPaths
 from soup_flows.ray_settings import RaySettings
+from soup_flows.settings import EngineName
 from soup_flows.slurm_settings import SlurmSettings
 
 PACKAGE_ROOT = str(Path(soup_flows.__file__).resolve().parent.parent)
@@ -109,7 +110,7 @@ class LaunchPlan(BaseModel):
     """Number of hosts."""
     node: int = Field(0, ge=0)
     """Number of this host among them."""
-    engine: Literal["local", "slurm", "ray"] = "local"
+    engine: EngineName = "local"
     """What starts the hosts' supervisors; see `soup_flows.launch.engines`."""
     slurm: SlurmSettings = SlurmSettings()
     """What the job asks for, with `engine="slurm"`."""

@@ -17,10 +17,9 @@ from pydantic import BaseModel
 from soup_flows.spec import TrainingSpec
 
 PACKAGE = Path(__file__).parents[2] / "soup_flows"
-DESCRIBES = {
-    "blocks.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py", "stored_job.py", "demo.py",
-    "spec.py", "settings.py", "slurm_settings.py", "spec_problems.py", "other_words.py", "group.py",
-}  # fmt: skip
+DESCRIBES = {"spec.py", "settings.py", "slurm_settings.py", "spec_problems.py", "other_words.py", "group.py",
+             "blocks.py", "demo.py", "migrate", "accelerate_config.py", "drill", "resume_fit.py",
+             "stored_job.py"}  # fmt: skip
 """Where settings are defined, translated or filled in: to be read there is no effect."""
 
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from soup_flows.errors import Problem, Refused
 from soup_flows.user_file import BadFile
 
-LONG = os.environ.get("SOUP_FLOWS_FUZZ") == "long"
+TIMES = float(os.environ.get("SOUP_FLOWS_FUZZ", "0"))
+"""How many times the examples of a test are tried, new ones each time; without it a third, always the same."""
 MOST_MEMORY_BYTES = 1 << 30
 LONGEST_MESSAGE = 20_000
 T = TypeVar("T")
@@ -63,14 +64,13 @@ PIECES = (
 
 
 def fuzz(examples: int) -> Callable[[T], T]:
-    """Run a test with so many examples; always the same ones, unless the run is a long one."""
+    """Run a test with about so many examples; see `TIMES`."""
     return settings(
-        max_examples=examples * 30 if LONG else examples,
+        max_examples=max(20, round(examples * (TIMES or 1 / 3))),
         deadline=None,
-        derandomize=not LONG,
+        derandomize=not TIMES,
         database=None,
         report_multiple_bugs=False,
-        phases=[p for p in Phase if p.name != os.environ.get("FUZZ_WITHOUT", "")],
         suppress_health_check=list(HealthCheck),
     )
 

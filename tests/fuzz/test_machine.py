@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import socketserver
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -13,6 +17,10 @@ from soup_flows.gpus import gpu_spec
 from soup_flows.hardware import RecordedProbe, detect
 from soup_flows.hardware.host import cores, disk, memlock, memory
 from soup_flows.hardware.tools import infiniband, pci_devices
+from soup_flows.launch.engines import Handle
+from soup_flows.launch.engines.cluster import Unanswered
+from soup_flows.launch.engines.ray import RayEngine
+from soup_flows.launch.engines.ray_http import Dashboard, read_machines
 from soup_flows.launch.engines.slurm_text import (
     Wanted,
     first_line,
@@ -27,6 +35,8 @@ from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.leases import holder
 from soup_flows.launch.receipt import first_failure
 from soup_flows.launch.stacks import stuck_frame
+from soup_flows.paths import RunPaths
+from soup_flows.ray_settings import RaySettings
 from tests.fuzz.spoil import VALUES, WEIRD, damaged, documents, fuzz, little_memory, put, value_or_refusal
 
 RECORDED = Path(__file__).parents[1] / "data" / "hardware"
@@ -160,3 +170,60 @@ def test_locks(content: bytes, tmp_path: Path) -> None:
 @given(name=st.sampled_from(WEIRD) | st.text(max_size=12) | VALUES.map(str))
 def test_names_of_gpus(name: str) -> None:
     value_or_refusal(lambda: gpu_spec(name))
+
+
+@pytest.fixture(scope="module")
+def answering() -> Iterator[tuple[str, list[bytes]]]:
+    """A server that answers every request with the bytes in the list, as they are, and hangs up."""
+    said = [b""]
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.wfile.write(said[0])
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", said
+        server.shutdown()
+
+
+NODES = {
+    "data": {"result": {"result": [{"node_ip": "a", "state": "ALIVE", "resources_total": {"CPU": 4.0}}]}}
+}
+JOB = {
+    "submission_id": "j",
+    "status": "RUNNING",
+    "message": "m",
+    "metadata": {},
+    "start_time": 3,
+    "logs": "a\nb",
+}
+
+
+@fuzz(100)
+@given(
+    body=documents(NODES) | documents(JOB) | documents([JOB]),
+    head=st.sampled_from(
+        (b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 500 No\r\n\r\n", b"HTTP/9 x\r\n", b"", b"\xff\r\n\r\n")
+    )
+    | damaged(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"),
+)
+@example(body=b"[]", head=b"HTTP/1.0 200 OK\r\n\r\n")
+@example(body=b"abc", head=b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n")
+@example(body=b"[" * 100_000, head=b"HTTP/1.0 200 OK\r\n\r\n")
+def test_ray(body: bytes, head: bytes, answering: tuple[str, list[bytes]], tmp_path: Path) -> None:
+    address, said = answering
+    said[0] = head + body
+    settings = RaySettings(address=address)
+    engine = RayEngine(settings)
+    handle = Handle(engine="ray", run_id="r", run_dir=str(tmp_path), job="j")
+    with little_memory():
+        for ask in (
+            lambda: read_machines(Dashboard(settings, {}).json("GET", "/api/v0/nodes")),
+            lambda: engine._ask(handle),
+            lambda: engine._find(RunPaths(tmp_path)),
+            lambda: engine._said(handle, 3),
+        ):
+            value_or_refusal(ask, Unanswered)

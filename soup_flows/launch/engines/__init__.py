@@ -17,6 +17,7 @@ from soup_flows.json_text import parse_json
 from soup_flows.launch.events import last_lines
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.paths import AttemptPaths, RunPaths
+from soup_flows.settings import EngineName
 
 State = Literal["QUEUED", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "LOST"]
 ENDED: tuple[State, ...] = ("SUCCEEDED", "FAILED", "CANCELLED", "LOST")
@@ -27,7 +28,7 @@ class Handle(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    engine: Literal["local", "slurm", "ray"]
+    engine: EngineName
     run_id: str
     run_dir: str
     """The run directory, absolute."""

@@ -113,16 +113,17 @@ class RayEngine(ClusterEngine):
         return RayJob(state, waits or words, bool(waits))
 
     def _find(self, paths: RunPaths) -> list[str]:
-        found = self._dashboard.json("GET", "/api/jobs/") or []
+        found = self._dashboard.json("GET", "/api/jobs/", list) or []
         mine = [
             job
             for job in found
-            if (job.get("metadata") or {}).get(RUN) == paths.root.name
-            and job["metadata"].get(FOLDER) == str(paths.root)
-            and job.get("submission_id")
+            if isinstance(job, dict)
+            and isinstance(about := job.get("metadata"), dict)
+            and (about.get(RUN), about.get(FOLDER)) == (paths.root.name, str(paths.root))
+            and isinstance(job.get("submission_id"), str)
             and RayJob(str(job.get("status"))).here in ("QUEUED", "RUNNING")
         ]
-        return [job["submission_id"] for job in sorted(mine, key=lambda job: job.get("start_time") or 0)]
+        return [job["submission_id"] for job in sorted(mine, key=_started)]
 
     def _cancel(self, handle: Handle) -> bool:
         return self._dashboard.call("POST", f"/api/jobs/{handle.job}/stop")[0] in (200, 404)
@@ -133,6 +134,11 @@ class RayEngine(ClusterEngine):
         except Unanswered as error:
             return [str(error)]
         return str((found or {}).get("logs", "")).splitlines()[-count:]
+
+
+def _started(job: Mapping[str, Any]) -> float:
+    started = job.get("start_time")
+    return started if isinstance(started, int | float) else 0.0
 
 
 def per_machine(launch: LaunchPlan) -> dict[str, float]:

@@ -7,6 +7,7 @@ Sources: ray 2.60, `dashboard/modules/job/job_head.py`, `dashboard/modules/state
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import urllib.error
@@ -14,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import State
@@ -60,6 +61,12 @@ class RayJob:
         return f"{self.state} ({self.reason})" if self.reason else self.state
 
 
+T = TypeVar("T", dict[str, Any], list[Any])
+
+MOST_BYTES = 64 * 2**20
+"""Longest part of an answer that is read; the log of a job may be longer."""
+
+
 class Denied(Unanswered):
     """The token is missing or wrong."""
 
@@ -103,18 +110,18 @@ class Dashboard:
         )
         try:
             with self._opener.open(request, timeout=ANSWER_S) as answer:
-                return int(answer.status), answer.read().decode("utf-8", "replace")
+                return int(answer.status), answer.read(MOST_BYTES).decode("utf-8", "replace")
         except urllib.error.HTTPError as error:
-            text = error.read().decode("utf-8", "replace")
+            text = error.read(MOST_BYTES).decode("utf-8", "replace")
             if error.code in (401, 403):
                 how = "refuses this token" if self.token else "wants a token"
                 raise Denied(f"the Ray cluster at {self.address} {how}") from None
             return error.code, text
-        except (OSError, ValueError) as error:
-            raise Unanswered(f"the Ray dashboard at {self.address} does not answer: {error}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise Unanswered(f"the Ray dashboard at {self.address} does not answer: {error!r}") from None
 
-    def json(self, method: str, path: str) -> Any:
-        """Return the JSON of an answer, None for what is not there.
+    def json(self, method: str, path: str, kind: type[T] = dict) -> T | None:  # type: ignore[assignment]
+        """Return the JSON of an answer, which is of this kind; None for what is not there.
 
         Raises:
             Unanswered: if it is no answer of Ray's.
@@ -125,7 +132,10 @@ class Dashboard:
         try:
             if code != 200:
                 raise ValueError(text[:300])
-            return parse_json(text)
+            value = parse_json(text)
+            if not isinstance(value, kind):
+                raise ValueError(f"a JSON {type(value).__name__} instead of a {kind.__name__}")
+            return value
         except ValueError as error:
             raise Unanswered(f"the Ray dashboard at {self.address} says {code}: {error}") from None
 
@@ -165,7 +175,7 @@ def read_machines(answer: Any) -> list[Machine]:
             for node in found
             if node["state"] == "ALIVE"
         ]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise Unanswered(f"the Ray dashboard tells no machines: {error!r}") from None
 
 
