@@ -148,6 +148,12 @@ def keep(name: str, rows: Iterable[Row], *, add: bool, more_versions: dict[str, 
     return result
 
 
+def largest(result: Result) -> list[Row]:
+    """Return the runs on the largest data set; smaller ones in the same file were trials."""
+    most = max((row["rows"] for row in result.rows), default=0)
+    return [row for row in result.rows if row["rows"] == most]
+
+
 def quiet_environment() -> dict[str, str]:
     """Return the environment that every run gets: one thread a rank, nothing from the network, no GPU."""
     given = {

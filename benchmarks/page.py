@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import decisions, exits, gpu, launch, prediction, prepare, scale, supervision, throughput
+from benchmarks import (
+    decisions,
+    exits,
+    gpu,
+    harness,
+    launch,
+    prediction,
+    prepare,
+    scale,
+    supervision,
+    throughput,
+)
 from benchmarks.harness import ROOT, Result, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -58,7 +69,8 @@ def throughput_table(result: Result) -> str:
         for name in cpu
     ]
     more = table(["soup-flows against", "goal", "per CPU second", "per second", "first step"], ratios)
-    return f"{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
+    size = f"{harness.largest(result)[0]['rows']:,} rows."
+    return f"{size}\n\n{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
 
 
 def launch_table(result: Result) -> str:
@@ -83,7 +95,7 @@ def launch_table(result: Result) -> str:
         "CPU s of the ranks before training",
         "CPU s of everything",
     ]
-    parts = [table(head, rows)]
+    parts = [f"{harness.largest(result)[0]['rows']:,} rows.", table(head, rows)]
     for line in lines:
         if "phases" in line:
             taken = [[name, f"{seconds:.2f}"] for name, seconds in line["phases"].items()]
