@@ -53,7 +53,7 @@ def throughput_table(result: Result) -> str:
             [
                 line["label"], line["runs"], span(line["tokens_per_cpu_s"], 0), span(line["tokens_per_s"], 0),
                 span(line["first_step_s"]), span(line["wall_s"]), f"{line['padding_share']:.0%}",
-                line["loss"], f"{line['max_rss_mb']['median']:,.0f}",
+                line["loss"] or "", f"{line['max_rss_mb']['median']:,.0f}",
             ]
         )  # fmt: skip
     head = ["trainer", "runs", "real tokens per CPU second", "real tokens per second", "first step, s",
@@ -212,7 +212,9 @@ def section(name: str) -> str:
     where = ", ".join(f"{key} {value}" for key, value in result.machine.items())
     what = ", ".join(f"{key} {value}" for key, value in result.versions.items())
     commands = "\n".join(dict.fromkeys(result.commands))
-    facts = f"{result.date}, commit {result.commit}. {where}. {what}."
+    loads = [row["load"] for row in result.rows if "load" in row]
+    busy = f" Load average before the runs: {min(loads)} to {max(loads)}." if loads else ""
+    facts = f"{result.date}, commit {result.commit}. {where}. {what}.{busy}"
     return f"## {title}\n\n{about}\n\n{render(result)}\n\n{facts}\n\n```text\n{commands}\n```"
 
 

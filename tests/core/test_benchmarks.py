@@ -38,6 +38,8 @@ def test_every_part_has_its_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_results_name_no_place_of_the_machine_they_are_from() -> None:
+    argv = ["throughput", "--peers", "/tmp/peers", "--rows", "9"]
+    assert harness.shown(argv) == "python -m benchmarks throughput --peers DIR --rows 9"
     for file in harness.RESULTS.glob("*.json"):
         assert load(file.stem) is not None
         text = file.read_text(encoding="utf-8")
