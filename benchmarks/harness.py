@@ -128,7 +128,7 @@ def keep(name: str, rows: Iterable[Row], *, add: bool, more_versions: dict[str, 
     """
     before = load(name) if add else None
     here, of = machine(), versions() | (more_versions or {})
-    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    command = shown(sys.argv[1:])
     if before is not None:
         if before.machine != here:
             raise ValueError(f"{before.path} is from another machine: {before.machine}; leave --add out")
@@ -146,6 +146,21 @@ def keep(name: str, rows: Iterable[Row], *, add: bool, more_versions: dict[str, 
     )
     write_atomic(result.path, result.model_dump_json(indent=1) + "\n", mode=0o644)
     return result
+
+
+def largest(result: Result) -> list[Row]:
+    """Return the runs on the largest data set; smaller ones in the same file were trials."""
+    most = max((row["rows"] for row in result.rows), default=0)
+    return [row for row in result.rows if row["rows"] == most]
+
+
+def shown(argv: Sequence[str]) -> str:
+    """Return the command without the places of this machine."""
+    before = ["", *argv]
+    words = [
+        "DIR" if last in ("--peers", "--work") else word for last, word in zip(before, argv, strict=False)
+    ]
+    return " ".join(["python -m benchmarks", *words])
 
 
 def quiet_environment() -> dict[str, str]:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import Result, Row, keep, load, say, spread
+from benchmarks.harness import Result, Row, keep, largest, load, say, spread
 from benchmarks.peers import PEERS, peer_versions, run_peer
 from benchmarks.throughput import add_choice, chosen
 from soup_flows.drill.server import Site
@@ -80,7 +80,7 @@ def summary(result: Result) -> list[dict[str, Any]]:
     """Return one row per launcher: spreads of the figures and the medians of the phases, or why there are none."""
     found: list[dict[str, Any]] = []
     for name in ORDER:
-        rows = [row for row in result.rows if row["run"] == name]
+        rows = [row for row in largest(result) if row["run"] == name]
         good = [row for row in rows if "first_step_s" in row]
         line: dict[str, Any] = {"run": name, "label": PEERS[name].label, "runs": len(good)}
         if good:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import decisions, exits, gpu, launch, prediction, prepare, scale, supervision, throughput
+from benchmarks import (
+    decisions,
+    exits,
+    gpu,
+    harness,
+    launch,
+    prediction,
+    prepare,
+    scale,
+    supervision,
+    throughput,
+)
 from benchmarks.harness import ROOT, Result, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -42,7 +53,7 @@ def throughput_table(result: Result) -> str:
             [
                 line["label"], line["runs"], span(line["tokens_per_cpu_s"], 0), span(line["tokens_per_s"], 0),
                 span(line["first_step_s"]), span(line["wall_s"]), f"{line['padding_share']:.0%}",
-                line["loss"], f"{line['max_rss_mb']['median']:,.0f}",
+                line["loss"] or "", f"{line['max_rss_mb']['median']:,.0f}",
             ]
         )  # fmt: skip
     head = ["trainer", "runs", "real tokens per CPU second", "real tokens per second", "first step, s",
@@ -58,7 +69,8 @@ def throughput_table(result: Result) -> str:
         for name in cpu
     ]
     more = table(["soup-flows against", "goal", "per CPU second", "per second", "first step"], ratios)
-    return f"{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
+    size = f"{harness.largest(result)[0]['rows']:,} rows."
+    return f"{size}\n\n{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
 
 
 def launch_table(result: Result) -> str:
@@ -83,7 +95,7 @@ def launch_table(result: Result) -> str:
         "CPU s of the ranks before training",
         "CPU s of everything",
     ]
-    parts = [table(head, rows)]
+    parts = [f"{harness.largest(result)[0]['rows']:,} rows.", table(head, rows)]
     for line in lines:
         if "phases" in line:
             taken = [[name, f"{seconds:.2f}"] for name, seconds in line["phases"].items()]
@@ -200,7 +212,9 @@ def section(name: str) -> str:
     where = ", ".join(f"{key} {value}" for key, value in result.machine.items())
     what = ", ".join(f"{key} {value}" for key, value in result.versions.items())
     commands = "\n".join(dict.fromkeys(result.commands))
-    facts = f"{result.date}, commit {result.commit}. {where}. {what}."
+    loads = [row["load"] for row in result.rows if "load" in row]
+    busy = f" Load average before the runs: {min(loads)} to {max(loads)}." if loads else ""
+    facts = f"{result.date}, commit {result.commit}. {where}. {what}.{busy}"
     return f"## {title}\n\n{about}\n\n{render(result)}\n\n{facts}\n\n```text\n{commands}\n```"
 
 

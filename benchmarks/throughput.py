@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import ROOT, Result, Row, keep, load, say, spread
+from benchmarks.harness import ROOT, Result, Row, keep, largest, load, say, spread
 from benchmarks.peers import PEERS, peer_versions, run_peer
 
 ORDER = ("ours", "grouped", "llama-factory", "soup", "trl", "padded")
@@ -73,10 +73,11 @@ def run(arguments: argparse.Namespace) -> Result:
 def ratios(result: Result, figure: str) -> dict[str, float]:
     """Return ours / theirs of each peer, from the medians of the rounds that have both."""
     found = {}
+    runs = largest(result)
     for peer in ORDER[1:]:
         pairs: list[tuple[float, float]] = []
-        for number in sorted({row["round"] for row in result.rows}):
-            of = {row["run"]: row[figure] for row in result.rows if row["round"] == number and figure in row}
+        for number in sorted({row["round"] for row in runs}):
+            of = {row["run"]: row[figure] for row in runs if row["round"] == number and figure in row}
             if "ours" in of and peer in of:
                 pairs.append((of["ours"], of[peer]))
         if pairs:
@@ -89,7 +90,7 @@ def summary(result: Result) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     figures = ("tokens_per_cpu_s", "tokens_per_s", "train_s", "first_step_s", "wall_s", "max_rss_mb")
     for name in ORDER:
-        rows = [row for row in result.rows if row["run"] == name]
+        rows = [row for row in largest(result) if row["run"] == name]
         good = [row for row in rows if "tokens_per_s" in row]
         line: dict[str, Any] = {"run": name, "label": PEERS[name].label, "runs": len(good)}
         if good:

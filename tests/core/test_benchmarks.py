@@ -38,6 +38,8 @@ def test_every_part_has_its_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_results_name_no_place_of_the_machine_they_are_from() -> None:
+    argv = ["throughput", "--peers", "/tmp/peers", "--rows", "9"]
+    assert harness.shown(argv) == "python -m benchmarks throughput --peers DIR --rows 9"
     for file in harness.RESULTS.glob("*.json"):
         assert load(file.stem) is not None
         text = file.read_text(encoding="utf-8")
@@ -94,10 +96,11 @@ def test_what_the_ranks_counted_becomes_figures() -> None:
 
 def test_ratios_are_of_rounds_that_have_both() -> None:
     def row(number: int, run: str, value: float) -> dict[str, Any]:
-        return {"round": number, "run": run, "tokens_per_s": value}
+        return {"round": number, "run": run, "rows": 2000, "tokens_per_s": value}
 
     rows = [row(1, "ours", 300), row(1, "trl", 100), row(2, "ours", 500), row(2, "trl", 250), row(3, "ours", 9999),
-            {"round": 3, "run": "trl", "why": "gone"}, row(4, "trl", 1)]  # fmt: skip
+            {"round": 3, "run": "trl", "rows": 2000, "why": "gone"}, row(4, "trl", 1),
+            row(1, "trl", 7) | {"rows": 100}]  # fmt: skip
     assert throughput.ratios(result_of("throughput", rows), "tokens_per_s") == {"trl": 400 / 175}
 
 
@@ -115,7 +118,7 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path: Path, monkeypatch: p
     row = peers.run_peer("soup", tmp_path, tmp_path / "peers")
     assert row["run"] == "soup"
     assert "soup-cli 0.0.0: " in row["why"]
-    assert throughput.summary(result_of("throughput", [row]))[0]["why"] == row["why"]
+    assert throughput.summary(result_of("throughput", [row | {"rows": 100}]))[0]["why"] == row["why"]
 
 
 def test_without_a_gpu_nothing_is_run_and_nothing_kept(
