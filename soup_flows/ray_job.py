@@ -35,8 +35,6 @@ from soup_flows.ray_elastic import Sizes, count
 from soup_flows.resume import Orders
 from soup_flows.spec import TrainingSpec
 
-GROW_AFTER_S = 20.0
-"""Seconds for which there has to be room before the ranks are stopped to use it."""
 TOLD = "TerminationSignal: SIGTERM from Ray"
 """Reason of a stop that Ray asked for; whose wish it was, the flow knows."""
 
@@ -135,7 +133,7 @@ class Job:
             self.room_since = None
         elif self.room_since is None:
             self.room_since = time.monotonic()
-        elif time.monotonic() - self.room_since > GROW_AFTER_S:
+        elif time.monotonic() - self.room_since > self.launch.ray.patience_s:
             say("there is room for more machines: the ranks save, and go on with them")
             self.growing = True
             ask_to_save(self.paths)

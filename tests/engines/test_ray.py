@@ -61,26 +61,33 @@ def test_a_lost_machine_is_waited_for(whole: RayCluster, make: Maker, undisturbe
 
 @pytest.mark.parametrize("preset", ["full_shard", "zero2"])
 def test_fewer_machines_and_more_again(preset: str, whole: RayCluster, make: Maker) -> None:
-    """The run goes on with one machine when the other is lost, and grows back; the global batch is kept."""
-    wanted = make("local", preset).attempt()
+    """The run goes on with one machine when the other is lost, and grows back; the global batch is kept.
+
+    It is long enough for a machine to start meanwhile.
+    """
+    long = {"steps": 200, "every": 20}
+    wanted = make("local", preset, **long).attempt()
 
     def power_off(run: Run, launch: LaunchPlan) -> None:
-        run.wait_for(1, "checkpoint", 3)
+        run.wait_for(1, "checkpoint", 20)
         whole.power_off(SECOND)
-        run.wait_for(2, "metrics", 4)
+        run.wait_for(2, "started")
         whole.start(SECOND)
 
-    slow = {"nodes": 2, "min_nodes": 1, "patience_s": 3}
-    run = on_machines(make("ray", preset, elastic=True, ray=slow))
+    ray = {"nodes": 2, "min_nodes": 1, "patience_s": 3}
+    run = on_machines(make("ray", preset, elastic=True, ray=ray, **long))
     report = run.attempt(power_off)
     assert (report.state, report.attempts) == ("completed", 3), report.cause
     assert [row.failure_class for row in report.ledger] == ["node_lost", "preempted", None]
     assert "more machines" in report.ledger[1].cause
+    assert (report.ledger[0].from_step, report.ledger[1].from_step) == (0, 20)
+    assert report.ledger[1].steps_lost == 0
     assert report.plan is not None
-    assert report.plan.world_size == 2
+    assert (report.plan.world_size, report.plan.batch.global_batch_size) == (2, 16)
     one, other = dict(losses(report)), dict(losses(wanted))
     assert set(one) == set(other)
-    assert all(abs((one[step] or 0) - (other[step] or 0)) < 1e-4 for step in other)
+    assert all(abs((one[step] or 0) - (other[step] or 0)) < 1e-3 for step in other)
+    assert not marked(run.run_id)
 
 
 def test_a_queued_job_says_why_it_waits_and_leaves_when_cancelled(ray: RayCluster, light: Light) -> None:
