@@ -117,7 +117,7 @@ class Job:
     def why_it_waits(self, nodes: int) -> str:
         """Say what is asked for, and how much of it there is room for; a text that does not change often."""
         room = count(list(available_resources_per_node().values()), self.bundle)
-        return f"{nodes} machine(s) with {in_words(self.bundle)} are asked for, {room} have room at present"
+        return f"{nodes} machine(s) with {in_words(self.bundle)} are asked for; machines with room at present: {room}"
 
     def grow(self, nodes: Sequence[str]) -> None:
         """Have the ranks save and end when there has been room for more machines for some time.
@@ -179,8 +179,7 @@ class Job:
                     "detail": f"saved at step {step} to go on with more machines",
                 }
                 again = True
-        if receipt:
-            attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if receipt and attempt.root.exists():  # else it never began, and the next one has its number
             write_json(attempt.receipt, receipt)
         say(
             f"attempt {self.launch.attempt}: {receipt.get('reason', 'no receipt')} {receipt.get('detail', '')}"

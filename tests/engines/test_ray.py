@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from soup_flows.errors import Refused
-from soup_flows.launch.engines.ray import RayEngine
+from soup_flows.launch.engines.ray import RayEngine, waiting
 from soup_flows.launch.engines.ray_http import Dashboard
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import LaunchPlan
@@ -42,8 +42,7 @@ def test_a_lost_machine_is_waited_for(whole: RayCluster, make: Maker, undisturbe
     def power_off(run: Run, launch: LaunchPlan) -> None:
         run.wait_for(1, "checkpoint", 6)
         whole.power_off(SECOND)
-        waits = run.paths.temp / "ray-waits"
-        said.append(until(lambda: waits.exists() and waits.read_text(), "a job that waits"))
+        said.append(until(lambda: waiting(run.paths), "a job that waits"))
         whole.start(SECOND)
 
     run = on_machines(make("ray", elastic=True, ray={"nodes": 2}))
@@ -55,7 +54,7 @@ def test_a_lost_machine_is_waited_for(whole: RayCluster, make: Maker, undisturbe
         ("cancelled", "node_lost"),
         ("completed", None),
     ]
-    assert said[0] == "2 machine(s) with 1 CPU are asked for, 1 have room at present"
+    assert said[0] == "2 machine(s) with 1 CPU are asked for; machines with room at present: 1"
     assert not marked(run.run_id)
 
 
@@ -108,10 +107,10 @@ def test_a_queued_job_says_why_it_waits_and_leaves_when_cancelled(ray: RayCluste
             found,
             plan,
             on_status=lambda status: seen.append((status.state, status.reason)),
-            should_stop=lambda: "enough" if any("have room" in r for s, r in seen) else None,
+            should_stop=lambda: "enough" if any("with room" in r for s, r in seen) else None,
         )
         assert (outcome.reason, outcome.receipt["detail"]) == ("stopped", "enough")
-        assert {state for state, reason in seen if "have room" in reason} == {"QUEUED"}
+        assert {state for state, reason in seen if "with room" in reason} == {"QUEUED"}
         assert not (light.attempt.root / "ready_0").exists()
     finally:
         for name in blockers:
