@@ -49,6 +49,8 @@ class Job:
         self.bundle = per_machine(self.launch)
         self.told: str | None = None
         self.starts = 0
+        self.ended: dict[str, Any] | None = None
+        """How the attempt before ended."""
         self.done = False
         """Whether a machine saw the result, which this one may see later."""
         self.growing = False
@@ -67,7 +69,7 @@ class Job:
             before = start_step(self.paths) if again else 0
             if again or nodes != self.launch.nodes:
                 plan = self.sizes.plan(nodes) if self.sizes else None
-                self.launch = next_attempt(self.paths, self.launch, "Ray", plan)
+                self.launch = next_attempt(self.paths, self.launch, "Ray", plan, self.ended)
             fruitless = fruitless + 1 if again and start_step(self.paths) <= before else 0
             if fruitless and fruitless > max_retries(self.paths):
                 say(f"no checkpoint was made in {fruitless} attempts, so that no other is begun")
@@ -181,6 +183,7 @@ class Job:
                 again = True
         if receipt and attempt.root.exists():  # else it never began, and the next one has its number
             write_json(attempt.receipt, receipt)
+        self.ended = receipt or None
         say(
             f"attempt {self.launch.attempt}: {receipt.get('reason', 'no receipt')} {receipt.get('detail', '')}"
         )
