@@ -1,6 +1,9 @@
 # make demo   a real 2-rank fine-tune as a Prefect flow        make demo PRESET=zero3
 # make test   the test suite                                   make check   lint, types, fast tests
 # make test-engines   one contract for the engines, with a real Slurm (apt-get install slurm-wlm munge; root) and Ray ([ray])
+# make bench  measure throughput, start-up, memory, scale again: hours (docs/benchmarks.md)
+# make fuzz      thirty times the random inputs of `make check`, new ones   make mutation   changed code that no test notices
+# make coverage  what the fast tests run of the core, with a floor
 # make test-long   what `make test` leaves out: drills with a server, kills and resumes under every strategy, all methods
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +14,7 @@ BIN := $(VENV)/bin
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 300
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-long test-engines check lint types docs clean
+.PHONY: demo test test-long test-engines bench check coverage fuzz mutation lint types docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/soup-flows demo $(PRESET)
@@ -25,8 +28,20 @@ test-long: $(VENV)/installed-dev
 test-engines: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/engines $(ARGS)
 
+bench: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
 check: lint types
 	$(BIN)/python -m pytest -m "not ranks and not server" -q -n 2 $(ARGS)
+
+coverage: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "not ranks and not server and not long" -q -n 2 --cov $(ARGS)
+
+fuzz: $(VENV)/installed-dev
+	SOUP_FLOWS_FUZZ=long $(BIN)/python -m pytest tests/fuzz -q -n 2 $(ARGS)
+
+mutation: $(VENV)/installed-dev
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -16,13 +16,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-try:
-    import soup_flows  # noqa: F401
-except ImportError:  # from a checkout that is not installed
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # a script's own folder is there, the checkout is not
 
-from memory_baselines import BASELINES
-from memory_rows import Row, read
+from benchmarks.memory_baselines import BASELINES
+from benchmarks.memory_rows import Row, read
 
 Figure = Callable[[Row], float]
 

@@ -5,7 +5,7 @@ Both look at model states of full training, so only rows of full training are gi
 
 from __future__ import annotations
 
-from memory_rows import Row
+from benchmarks.memory_rows import Row
 
 
 def accelerate(row: Row) -> float:

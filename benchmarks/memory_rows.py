@@ -9,8 +9,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from memory_programs import number, settings_of
-
+from benchmarks.memory_programs import number, settings_of
 from soup_flows.architecture import Architecture, Layer, Linear
 from soup_flows.errors import Refused
 from soup_flows.memory import MemoryEstimate, Setup, predict

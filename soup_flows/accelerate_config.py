@@ -13,7 +13,7 @@ from typing import Any
 
 from soup_flows.accelerate_keys import DEEPSPEED_KEYS, FSDP_KEYS, IGNORED, TOP_KEYS, UNSUPPORTED
 from soup_flows.errors import Problem, Severity, nearest, refuse
-from soup_flows.user_file import BadFile
+from soup_flows.user_file import BadFile, expanded
 from soup_flows.user_yaml import read_yaml
 
 FIELD = "accelerate_config"
@@ -181,7 +181,7 @@ class _Reader:
         block = self.block("deepspeed_config")
         file = block.get("deepspeed_config_file")
         if file not in (None, "none"):
-            given = Path(str(file)).expanduser()
+            given = expanded(str(file))
             beside = self.folder / given
             self.spec["deepspeed_config"] = str(beside if not given.exists() and beside.exists() else given)
             return

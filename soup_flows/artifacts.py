@@ -20,6 +20,7 @@ from soup_flows.data.page import markdown
 from soup_flows.data.report import DataReport
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
+from soup_flows.json_text import parse_json
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.pages import attempts_page, report_page, validation_page
 from soup_flows.plan_page import plan_page
@@ -115,7 +116,7 @@ def load_run_config(flow_run_id: UUID | str) -> RunConfig:
     if not found:
         raise LookupError(f"flow run {flow_run_id} has no artifact {CONFIG_KEY!r}")
     data = found[0].data
-    return RunConfig.model_validate(json.loads(data) if isinstance(data, str) else data)
+    return RunConfig.model_validate(parse_json(data) if isinstance(data, str) else data)
 
 
 def create_artifact(

@@ -96,6 +96,8 @@ def _run_locked(
         if mirror is not None:
             mirror.abandon()
         raise
+    finally:
+        view.leave_terminal()
     view.end()
     if mirror is not None:
         mirror.finish(should_stop)

@@ -12,7 +12,8 @@ from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, tai
 from soup_flows.launch.run import Outcome
 from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import AttemptPaths, RunPaths
-from soup_flows.report import RunState, TrainReport, read_run
+from soup_flows.report import RunState, TrainReport
+from soup_flows.run_events import read_run
 
 
 def report_of(paths: RunPaths, number: int, outcome: Outcome, base: dict[str, Any]) -> TrainReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 from soup_flows.errors import FailureClass, TrainingFailed
 from soup_flows.hardware import Hardware
 from soup_flows.hardware.energy import used_joules
-from soup_flows.launch.events import tail_events
-from soup_flows.launch.outcome import classify
+from soup_flows.launch.events import read_events
+from soup_flows.launch.outcome import classify, read_saved_receipt
 from soup_flows.ledger import Attempt, AttemptState, Change, append, read_ledger
 from soup_flows.measured import measure, remember
 from soup_flows.paths import RunPaths
-from soup_flows.report import TrainReport, read_run
+from soup_flows.report import TrainReport
+from soup_flows.run_events import read_run
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import RecoverySettings, TrainingSpec
 
@@ -122,9 +122,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
     """Judge an attempt by its folder alone."""
     attempt = paths.attempt(number)
     found = read_run(paths, number)
-    receipt: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        receipt = json.loads(attempt.receipt.read_text())
+    receipt = read_saved_receipt(attempt)
     kind: FailureClass = "node_lost"
     cause = "the flow process and its supervisor were gone at once"
     if receipt.get("reason") in ("holder_gone", "signal"):
@@ -134,7 +132,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
     world = 1
     with contextlib.suppress(OSError, ValueError):
         world = ShardingPlan.model_validate_json(paths.plan.read_bytes()).world_size
-    times = [event["time"] for event in tail_events(attempt.events).poll() if "time" in event]
+    times = [event["time"] for event in read_events(attempt.events) if "time" in event]
     started = times[0] if times else attempt.root.stat().st_mtime
     seconds = receipt.get("seconds") or max(0.0, times[-1] - started if times else 0.0)  # a clock may be set
     report = TrainReport(run_id=paths.root.name, run_dir=str(paths.root), state="failed", failure_class=kind,

@@ -138,10 +138,8 @@ def bring_back(spec: TrainingSpec, paths: RunPaths) -> None:
         try:
             found = store.fetch_newest(run_id, folder)
         except Exception as error:  # file systems raise what they like
-            message = (
-                f"{store.url} does not give the checkpoints of {run_id}: {type(error).__name__}: {error}"
-            )
+            message = f"{store.url} does not give the checkpoints of {run_id}: {store.words(error)}"
             fix = "correct the block, or go on without the store: leave blocks.checkpoint_store empty"
-            raise refuse("STORE002", "blocks.checkpoint_store", message, fix) from error
+            raise refuse("STORE002", "blocks.checkpoint_store", message, fix) from None
         if found is not None:
             logger.info("Brought %s back from %s", found, store.url)

@@ -246,7 +246,7 @@ class CheckpointStore(Block):
             Refused: if fsspec cannot open the URL.
         """
         secret = self.secret_options.get_secret_value() if self.secret_options else {}
-        return Store(self.url, {**self.options, **secret}, self.keep, self.confirm)
+        return Store(self.url, self.options, self.keep, self.confirm, secret)
 
 
 class Placement(Block):

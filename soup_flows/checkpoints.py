@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from soup_flows.json_text import parse_json
 from soup_flows.manifest import MANIFEST, Manifest, StoredFile, missing, read_manifest
 from soup_flows.paths import write_atomic, write_json
 from soup_flows.safetensors_header import read_header
@@ -137,7 +137,7 @@ def _incomplete(folder: Path, manifest: Manifest) -> list[str]:
     """Say what a resume needs and is not there, or cannot be read."""
     reasons = [f"{what} is missing" for what in missing(manifest)]
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        state = json.loads((folder / "trainer_state.json").read_text())
+        state = parse_json((folder / "trainer_state.json").read_text())
         if state.get("global_step") != manifest.step:
             reasons.append(f"trainer_state.json is of step {state.get('global_step')}, not {manifest.step}")
     for name in manifest.files:

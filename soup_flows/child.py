@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.json_text import parse_json
 from soup_flows.lent import run_environment
 from soup_flows.paths import write_json
 
@@ -38,7 +38,7 @@ def call(module: str, request: str, *, rule: str, field: str, what: str) -> dict
             argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=run_environment()
         )
         try:
-            value: dict[str, Any] = json.loads(reply.read_text())
+            value: dict[str, Any] = parse_json(reply.read_text())
         except (OSError, ValueError):
             tail = (
                 "\n".join(done.stderr.strip().splitlines()[-_TAIL_LINES:]) or f"exit code {done.returncode}"

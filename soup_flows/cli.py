@@ -55,7 +55,7 @@ _FLAT = (
 
 
 DEPLOY_TEXT = (
-    "Register work pool, block types, deployments and automations on the Prefect server; doing it twice changes "
+    "Register work pool, blocks, deployments and automations on the Prefect server; doing it twice changes "
     "nothing. The flags of a spec become the parameters of soup-train/nightly."
 )
 
@@ -194,7 +194,7 @@ def _value(text: str) -> Any:
     """Read a value as JSON, else take it as text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -13,7 +13,7 @@ COMPLETION_TEXT = (
     'Print the script that completes this command in a shell: eval "$(soup-flows completion bash)".'
 )
 
-_FOLDERS = frozenset(("output_dir", "run_dir", "output", "tokenizer", "model"))
+_FOLDERS = frozenset(("output_dir", "run_dir", "output", "tokenizer", "model", "blocks"))
 _FILES = frozenset(
     (
         "file",

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedule", metavar="CRON", help="switch soup-train/nightly on, such as '0 2 * * *'"
     )
     parser.add_argument("--timezone", default="UTC", metavar="ZONE", help="of the schedule (UTC)")
+    parser.add_argument("--blocks", metavar="DIR", help="folder of documents (YAML) to keep as blocks")
     parser.add_argument(
         "--automations", action="store_true", help="restart, zombie, NaN and notification automations"
     )

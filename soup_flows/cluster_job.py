@@ -15,9 +15,9 @@ from soup_flows.launch.plan import LaunchPlan, Rendezvous, elastic_argv
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.ledger import Change
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json
-from soup_flows.report import read_attempt
 from soup_flows.resume import Orders, find_start
 from soup_flows.run_config import write_config
+from soup_flows.run_events import read_attempt
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.stop import StopRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import SoupFlowsError, TrainingFailed
-from soup_flows.launch.events import tail_events
+from soup_flows.launch.events import read_events
 from soup_flows.pages import table
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
@@ -74,7 +74,7 @@ def tokens_per_second(paths: RunPaths, attempt: int) -> float | None:
     """Return the tokens that all ranks passed through the model per second, from the attempt's events."""
     tokens: dict[int, int] = {}
     slowest: dict[int, float] = {}
-    for event in tail_events(paths.attempt(attempt).events).poll():
+    for event in read_events(paths.attempt(attempt).events):
         if event.get("kind") == "step":
             step = int(event["step"])
             tokens[step] = tokens.get(step, 0) + int(event.get("tokens") or 0)

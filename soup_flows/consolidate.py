@@ -7,7 +7,6 @@ output file is in memory. Nothing is unpickled that torch calls unsafe.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.child import call
 from soup_flows.errors import refuse
+from soup_flows.json_text import parse_json
+from soup_flows.user_file import expanded
 
 Kind = Literal["dcp", "zero", "full"]
 
@@ -91,9 +92,9 @@ def consolidate(
         Refused: if the folder holds no shards, a shard is missing or needs unsafe unpickling, the output exists,
             or the weights are not those of the config.
     """
-    folder = Path(checkpoint).expanduser().absolute()
+    folder = expanded(checkpoint).absolute()
     kind, shards = find_shards(folder)
-    target = Path(output).expanduser().absolute()
+    target = expanded(output).absolute()
     if target.exists():
         raise refuse("CONS001", "output", f"{target} exists", "name a new folder")
     known = _model_folder(folder, model)
@@ -148,7 +149,7 @@ def find_shards(folder: Path) -> tuple[Kind, Path]:
 def _model_folder(checkpoint: Path, named: str | Path | None) -> Path | None:
     """Return the folder with the model's config: the named one, the checkpoint, or the run's base model."""
     if named is not None:
-        folder = Path(named).expanduser().absolute()
+        folder = expanded(named).absolute()
         if not (folder / "config.json").is_file():
             raise refuse("CONS005", "model", f"{folder} has no config.json", "name the base model's folder")
         return folder
@@ -156,7 +157,7 @@ def _model_folder(checkpoint: Path, named: str | Path | None) -> Path | None:
         return checkpoint
     for above in checkpoint.parents[:3]:
         try:
-            base = Path(json.loads((above / "spec.json").read_text())["model"]).expanduser()
+            base = expanded(parse_json((above / "spec.json").read_text())["model"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if (base / "config.json").is_file():

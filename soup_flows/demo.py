@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import refuse
+from soup_flows.json_text import parse_json
 from soup_flows.paths import write_atomic, write_json
 from soup_flows.presets import strategy_settings
 from soup_flows.spec import DEMO_DATASET, DEMO_MODEL, TrainingSpec
+from soup_flows.user_file import expanded
 
 DEMO_ROWS = 2000
 """Question-answer pairs in the demo data, the held-out ones included."""
@@ -144,7 +146,7 @@ def _stamp() -> dict[str, Any]:
 
 def _is_complete(done_path: Path, paths: tuple[Path, ...]) -> bool:
     try:
-        done = json.loads(done_path.read_text())
+        done = parse_json(done_path.read_text())
         same = all(done[key] == value for key, value in _stamp().items())
         return same and all(done[path.name]["sha256"] == _sha256(path) for path in paths)
     except (OSError, ValueError, KeyError, TypeError):
@@ -244,7 +246,7 @@ def resolve_demo(spec: TrainingSpec) -> TrainingSpec:
 
 def _built(spec: TrainingSpec) -> TrainingSpec:
     """Build what `spec` names of the demo, unless it is there, and put its paths in."""
-    folder = Path(spec.output_dir).expanduser().absolute() / "demo"
+    folder = expanded(spec.output_dir).absolute() / "demo"
     train_path, eval_path = build_demo_data(folder)
     changes: dict[str, Any] = {}
     if spec.dataset == DEMO_DATASET:

@@ -12,7 +12,9 @@ from soup_flows.launch import layout, proc
 from soup_flows.launch.advice import ADVICE
 from soup_flows.launch.outcome import Verdict, classify, read_errors, read_saved_receipt, tails
 from soup_flows.paths import AttemptPaths, RunPaths
-from soup_flows.report import RunState, TrainReport, read_attempt
+from soup_flows.report import RunState, TrainReport
+from soup_flows.run_events import read_attempt
+from soup_flows.user_file import expanded
 
 
 class RankEnd(BaseModel):
@@ -76,7 +78,7 @@ def diagnose(run_dir: str | Path) -> Diagnosis:
     Raises:
         FileNotFoundError: if the folder holds neither a report nor an attempt.
     """
-    paths = RunPaths(Path(run_dir).expanduser().absolute())
+    paths = RunPaths(expanded(run_dir).absolute())
     report = _report(paths)
     numbers = sorted(
         int(found.name.removeprefix("attempt-"))

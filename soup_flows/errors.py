@@ -40,6 +40,10 @@ FailureClass = Literal[
 ]
 
 
+MESSAGE_LIMIT = 10_000
+"""Characters of one text of a problem."""
+
+
 def printable(text: str) -> str:
     """Return `text` with control characters, but for line ends, as escapes."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -65,8 +69,8 @@ class Problem(BaseModel):
     @field_validator("field", "message", "fix")
     @classmethod
     def _printable(cls, text: str) -> str:
-        """Write control characters as escapes: what a file or a command line holds must not drive a terminal."""
-        return printable(text)
+        """Write control characters as escapes, so that no file drives a terminal, and leave no text without end."""
+        return printable(text if len(text) <= MESSAGE_LIMIT else f"{text[:MESSAGE_LIMIT]}... (cut)")
 
     def __str__(self) -> str:
         fix = f" Fix: {self.fix}" if self.fix else ""

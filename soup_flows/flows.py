@@ -78,6 +78,7 @@ from soup_flows.tasks import (
     validate_strategy,
     write_temp_config,
 )
+from soup_flows.user_file import expanded
 
 
 # The spec validates the parameters itself: all problems at once, in readable words.
@@ -295,7 +296,7 @@ def last_plan(paths: RunPaths) -> ShardingPlan | None:
 
 def _check_output_outlives_the_run(spec: TrainingSpec) -> None:
     """Refuse to write a model into the temporary folder that a process worker deletes after the run."""
-    folder = Path(spec.output_dir).expanduser()
+    folder = expanded(spec.output_dir)
     temporary = Path(tempfile.gettempdir()).resolve()
     doomed = [
         p for p in (Path.cwd(), *Path.cwd().parents) if p.parent == temporary and p.name.endswith("prefect")

@@ -19,7 +19,8 @@ from soup_flows.launch.outcome import tails
 from soup_flows.launch.proc import marked
 from soup_flows.launch.supervised import sweep
 from soup_flows.paths import RunPaths
-from soup_flows.report import TrainReport, read_attempt
+from soup_flows.report import TrainReport
+from soup_flows.run_events import read_attempt
 from soup_flows.spec import TrainingSpec
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from soup_flows.errors import FailureClass
+from soup_flows.json_text import parse_json
 from soup_flows.spec import TrainingSpec
 
 AttemptState = Literal["completed", "failed", "cancelled", "lost"]
@@ -112,9 +112,9 @@ def read_ledger(path: Path) -> tuple[Attempt, ...]:
     """Return the attempts in order; a torn or foreign line is skipped, of two with a number the last counts."""
     found: dict[int, Attempt] = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, ValidationError):
-                row = Attempt.model_validate(json.loads(line))
+                row = Attempt.model_validate(parse_json(line))
                 found[row.number] = row
     return tuple(found[number] for number in sorted(found))
 

@@ -20,6 +20,7 @@ from soup_flows.artifacts import create_artifact, update_artifact
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.live_state import LiveState, live_page, summary
 from soup_flows.report import TrainReport
+from soup_flows.terminal import new_bar
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,14 @@ class LiveView:
         self._every_s = every_s
         self._published = 0.0
         self._artifacts: dict[str, UUID | None] = {}
+        # A worker's runs have its terminal for log lines alone.
+        self._bar = new_bar() if runtime.deployment.id is None else None
 
     def on_events(self, events: Sequence[dict[str, Any]]) -> None:
         """Take in events of the ranks; at most every `every_s` seconds show them."""
         self.state.update(events)
+        if self._bar is not None and not self.state.finished:
+            self._bar.show(self.state.percent, summary(self.state))
         if runtime.flow_run.id is None:
             return
         for event in events:
@@ -63,6 +68,11 @@ class LiveView:
         if not self.state.finished and runtime.flow_run.id is not None:
             self.state.ended_early = True
             self._publish()
+
+    def leave_terminal(self) -> None:
+        """Take the bar away, however the attempt ended."""
+        if self._bar is not None:
+            self._bar.end()
 
     def _emit_for(self, event: dict[str, Any]) -> None:
         kind, run_id = event["kind"], self._launch.run_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from soup_flows.charts import CHART_POINTS, curve, thin
-from soup_flows.pages import table
+from soup_flows.pages import points_table, table
 from soup_flows.report import Point
 
 WINDOW = 20
@@ -153,7 +153,7 @@ def duration(seconds: float) -> str:
 
 
 def live_page(state: LiveState) -> str:
-    """Return the page `soup-train-live` as markdown with Mermaid curves."""
+    """Return the page `soup-train-live`: Mermaid curves with their table below, ranks, what happened lately."""
     slow = state.stragglers()
     now = "Ended early" if state.ended_early else "Finished" if state.finished else "Training"
     parts = [f"# {now}: {summary(state)}"]
@@ -168,6 +168,8 @@ def live_page(state: LiveState) -> str:
         for title, points in (("Loss", losses), ("Learning rate", rates))
         if len(points) > 1
     ]
+    if state.points:
+        parts.append(points_table(state.points))
     if state.ranks:
         rows = [_rank_row(number, rank, number in slow) for number, rank in sorted(state.ranks.items())]
         head = ("rank", "step", "step time", "own work", "GPU memory", "host memory", "")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
+
+from soup_flows.json_text import parse_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
 """Of the manifest's format; fields with a default may be added without a new one."""
+MOST_RANKS = 1_000_000
+"""More than any cluster has; a manifest that was changed must not ask for files without end."""
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "deepspeed", "soup-flows")
 
 
@@ -38,7 +41,7 @@ class Manifest(BaseModel):
     total_steps: int
     strategy: str
     engine: str
-    world_size: int
+    world_size: int = Field(ge=1, le=MOST_RANKS)
     dtype: str
     adapters: bool
     """Whether adapters were trained instead of the whole model."""
@@ -84,17 +87,20 @@ def read_manifest(folder: Path) -> Manifest:
         ValueError: with the reason in words, when there is none or it cannot be read.
     """
     try:
-        value = json.loads((folder / MANIFEST).read_bytes())
+        value = parse_json((folder / MANIFEST).read_bytes())
         version = value.get("v") if isinstance(value, dict) else None
-        if isinstance(version, int) and version > VERSION:
-            newer = f"{MANIFEST} has version {version}, this soup-flows reads {VERSION}: a newer one wrote it"
-            raise ValueError(newer)
-        manifest = Manifest.model_validate(value)
+        newer = isinstance(version, int) and version > VERSION
+        manifest = None if newer else Manifest.model_validate(value)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST} is missing: the save was not finished") from None
-    except (OSError, ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} cannot be read: {str(error).splitlines()[0]}") from None
-    outside = [name for name in manifest.files if name.startswith("/") or ".." in name.split("/")]
+    if manifest is None:
+        newer_one = f"{MANIFEST} has version {version}, this soup-flows reads {VERSION}: a newer one wrote it"
+        raise ValueError(newer_one)
+    outside = [
+        name for name in manifest.files if name.startswith("/") or ".." in name.split("/") or "\0" in name
+    ]
     if outside:
         raise ValueError(f"{MANIFEST} names a file outside the checkpoint, {outside[0]!r}")
     return manifest

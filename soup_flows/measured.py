@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.data.reading import list_files
 from soup_flows.errors import Refused
 from soup_flows.hardware import Hardware
+from soup_flows.json_text import parse_json
 from soup_flows.ledger import Measured
 from soup_flows.manifest import library_versions
 from soup_flows.memory.estimate import correction_from
@@ -23,11 +23,12 @@ from soup_flows.resume_fit import identity
 from soup_flows.sharding import Correction, ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.units import gib
+from soup_flows.user_file import expanded
 
 LEAST_FACTOR = 0.5
 """Rows that happened to be short must not make the next run bold."""
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_NUMBER = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?) (bytes|KiB|MiB|GiB)"
 _OOM = (
     rf"Tried to allocate {_NUMBER}",
     rf"{_NUMBER} is allocated by PyTorch",
@@ -66,7 +67,7 @@ def measure(
     needs = []
     for file in attempt.errors.glob("*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            needs.append(needed_at_oom(json.loads(file.read_text())["message"]))
+            needs.append(needed_at_oom(parse_json(file.read_text())["message"]))
     failed = [need for need in needs if need is not None]
     peaks = failed or [m.device_peak_allocated_bytes for m in memory if m.device_peak_allocated_bytes]
     if not peaks:
@@ -141,4 +142,4 @@ def _file(spec: TrainingSpec, hardware: Hardware) -> Path:
         settings["bytes"] = [Path(file).stat().st_size for file in list_files(spec.dataset)]
     gpus = sorted({(gpu.name, gpu.memory_total_bytes) for gpu in hardware.gpus})
     key = digest([settings, gpus, library_versions()])[:32]
-    return Path(spec.output_dir).expanduser().absolute() / "memory" / f"{key}.json"
+    return expanded(spec.output_dir).absolute() / "memory" / f"{key}.json"

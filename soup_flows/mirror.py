@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from soup_flows.json_text import parse_json
 from soup_flows.launch.rank import EventWriter
 from soup_flows.paths import RunPaths
 from soup_flows.store import Store
@@ -83,7 +83,7 @@ class Mirror:
             self._push(folder.name, folder)
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError, ValueError):
-            model = Path(json.loads(self._attempt.result.read_text())["model"])
+            model = Path(parse_json(self._attempt.result.read_text())["model"])
             self._push("model", model)
 
     def _push(self, what: str, folder: Path) -> None:
@@ -94,7 +94,7 @@ class Mirror:
             else:
                 done = self._store.push_checkpoint(folder, run_id, what)
         except Exception as error:  # file systems raise what they like
-            self._say("mirror_failed", what=what, reason=f"{type(error).__name__}: {error}")
+            self._say("mirror_failed", what=what, reason=self._store.words(error))
         else:
             self._say("mirrored", **done.model_dump())
 

@@ -9,9 +9,12 @@ from soup_flows.charts import curve, thin
 from soup_flows.errors import Problem
 from soup_flows.ledger import Attempt
 from soup_flows.proof import Proof
-from soup_flows.report import TrainReport
+from soup_flows.report import Point, TrainReport
 from soup_flows.sharding.words import plan_rows
 from soup_flows.units import counted, gib, ranks
+
+POINT_ROWS = 12
+"""Rows of the table below a curve."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -21,6 +24,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         cells = ("–" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def points_table(points: Sequence[Point]) -> str:
+    """Return curves as a table, at most `POINT_ROWS` rows, for pages that do not draw Mermaid's charts.
+
+    Args:
+        points: what was logged, in the order of its steps; the first and the last are always shown.
+    """
+    rows = [
+        (p.step, _number(p.loss), _number(p.learning_rate), _number(p.grad_norm))
+        for p in thin(points, POINT_ROWS)
+    ]
+    return table(("step", "loss", "learning rate", "gradient norm"), rows)
 
 
 def report_page(report: TrainReport) -> str:
@@ -92,9 +108,9 @@ def _head(report: TrainReport) -> str:
 
 
 def problems_table(problems: Sequence[Problem]) -> str:
-    """Return the findings as a table, in the order given."""
-    rows = [(p.severity, p.id, f"`{p.field}`", p.message, p.fix) for p in problems]
-    return table(("severity", "rule", "setting", "what would happen", "fix"), rows)
+    """Return the findings as a table, in the order given; of few columns, since Prefect's page is narrow."""
+    rows = [(f"{p.severity} {p.id}", f"`{p.field}`: {p.message}", p.fix) for p in problems]
+    return table(("finding", "what would happen", "fix"), rows)
 
 
 def validation_page(problems: Sequence[Problem], silenced: Mapping[str, str]) -> str:
@@ -151,19 +167,15 @@ def _proof(proof: Proof) -> str:
 
 def _losses(report: TrainReport) -> str:
     """Chart the losses with Mermaid, and repeat them as a table for pages that do not draw it."""
-    points = [p for p in report.train if p.loss is not None]
-    chart = curve("Training loss", [(p.step, p.loss) for p in points if p.loss is not None])
-    rows = [
-        (p.step, _number(p.loss), _number(p.learning_rate), _number(p.grad_norm)) for p in thin(points, 12)
-    ]
+    losses = [(p.step, p.loss) for p in report.train if p.loss is not None]
     text = (
         "## Losses\n\n"
-        + (f"{chart}\n\n" if len(points) > 1 else "")
-        + table(("step", "loss", "learning rate", "gradient norm"), rows)
+        + (f"{curve('Training loss', losses)}\n\n" if len(losses) > 1 else "")
+        + points_table(report.train)
     )
     if report.evaluations:
         text += "\n\nHeld-out rows:\n\n" + table(
-            ("step", "loss"), [(p.step, _number(p.loss)) for p in report.evaluations]
+            ("step", "loss"), [(p.step, _number(p.loss)) for p in thin(report.evaluations, POINT_ROWS)]
         )
     return text
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from soup_flows.user_file import expanded
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -23,7 +25,7 @@ class RunPaths:
     @classmethod
     def of(cls, output_dir: str | Path, run_id: str) -> RunPaths:
         """Return the paths of run `run_id` below `output_dir` (made absolute)."""
-        return cls(Path(output_dir).expanduser().absolute() / "runs" / run_id)
+        return cls(expanded(output_dir).absolute() / "runs" / run_id)
 
     def create(self) -> RunPaths:
         """Create the run directory, readable by its owner only."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +14,10 @@ from prefect.client.schemas.objects import State
 
 from soup_flows.demo import build_demo_data, demo_parameters
 from soup_flows.flows import soup_train
+from soup_flows.json_text import parse_json
 from soup_flows.report import TrainReport
 from soup_flows.spec import titled
+from soup_flows.user_file import expanded
 
 
 @task(name="prepare rows", cache_policy=NO_CACHE)
@@ -40,7 +41,7 @@ def prepare_rows(folder: Path, most: int) -> str:
 @task(name="hand the model on", cache_policy=NO_CACHE)
 def hand_on(report: TrainReport) -> dict[str, Any]:
     """Use the model: here its architecture is read; evaluate, register or deploy it instead."""
-    config = json.loads((Path(str(report.model)) / "config.json").read_text())
+    config = parse_json((Path(str(report.model)) / "config.json").read_text())
     get_run_logger().info("Got a %s in %s", config["architectures"][0], report.model)
     return {
         "model": report.model,
@@ -68,7 +69,7 @@ def finetune_pipeline(
     Returns:
         Where the model is, and what it is; the state Cancelled of a subflow that was cancelled.
     """
-    chosen = prepare_rows(Path(output_dir).expanduser().absolute() / "demo", rows)
+    chosen = prepare_rows(expanded(output_dir).absolute() / "demo", rows)
     values = demo_parameters(preset, output_dir) | {"dataset": chosen}
     values["training"] |= {"max_steps": max_steps}
     values["data"] |= {"eval_split": 0.1}

@@ -62,7 +62,7 @@ def check(world_size: int, ranks: tuple[RankProof, ...], plan: ShardingPlan) -> 
         "ddp": "DistributedDataParallel",
         "single": "none",
     }
-    stage = int(plan.strategy[4]) if plan.engine == "deepspeed" and plan.strategy[4].isdigit() else 0
+    stage = int(plan.strategy[4]) if plan.engine == "deepspeed" and plan.strategy[4].isdecimal() else 0
     stage = 3 if plan.strategy == "zero++" else stage
     shards_parameters = stage == 3 or plan.engine == "fsdp"
     shards_optimizer = stage >= 1 or plan.engine == "fsdp"

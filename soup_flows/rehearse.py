@@ -22,10 +22,11 @@ from soup_flows.hardware import Hardware, detect
 from soup_flows.launch.outcome import classify
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_json
-from soup_flows.report import read_run
+from soup_flows.run_events import read_run
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
 from soup_flows.tasks import resolve_sharding_config, write_temp_config
+from soup_flows.user_file import expanded
 
 FIELD = "validation.rehearse"
 STEPS, RANKS, MICRO_BATCH, PASSES, EVAL_ROWS = 2, 2, 8, 2, 4
@@ -268,7 +269,7 @@ def _left_out(spec: TrainingSpec, small: TrainingSpec, plan: ShardingPlan) -> li
 
 
 def _quantised(spec: TrainingSpec) -> bool:
-    file = Path(spec.model).expanduser() / "config.json"
+    file = expanded(spec.model) / "config.json"
     return file.is_file() and "quantization_config" in file.read_text(encoding="utf-8")
 
 

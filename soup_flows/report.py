@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import FailureClass, Problem
-from soup_flows.launch.events import tail_events
 from soup_flows.ledger import Attempt
-from soup_flows.paths import AttemptPaths, RunPaths, write_atomic
+from soup_flows.paths import RunPaths, write_atomic
 from soup_flows.proof import Proof
 from soup_flows.sharding import ShardingPlan
 from soup_flows.store import Mirrored
@@ -197,93 +195,3 @@ class TrainReport(BaseModel):
         """Write the report into its run directory."""
         paths = RunPaths(Path(self.run_dir)).create()
         return write_atomic(paths.report, self.model_dump_json(indent=2) + "\n")
-
-
-_VALUES: dict[str, tuple[str, type[BaseModel]]] = {
-    "proof": ("proof", Proof),
-    "resumed": ("resumed", Resumed),
-    "stopped": ("stopped_at", Stopped),
-    "early_stop": ("early_stop", EarlyStop),
-    "best": ("best", BestModel),
-    "checkpoint": ("checkpoints", SavedCheckpoint),
-    "mirrored": ("mirrored", Mirrored),
-}
-"""Events that become a value: the report's field and the value's type."""
-
-
-def read_run(paths: RunPaths, number: int) -> dict[str, Any]:
-    """Collect what attempt `number` says, with the metrics that it goes on from.
-
-    Points of earlier attempts are kept up to the step that the next attempt resumed.
-    """
-    found: dict[str, Any] = {}
-    train: list[Point] = []
-    evaluations: list[Point] = []
-    for n in range(1, number + 1):
-        found = read_attempt(paths.attempt(n))
-        start = found.get("started_from")
-        if start is not None:  # an attempt that ended before it began changes nothing
-            train = [point for point in train if point.step <= start]
-            evaluations = [point for point in evaluations if point.step <= start]
-        train += found["train"]
-        evaluations += found["evaluations"]
-    return found | {"train": train, "evaluations": evaluations}
-
-
-def read_attempt(attempt: AttemptPaths) -> dict[str, Any]:
-    """Collect what an attempt's events and result say, as fields of `TrainReport`.
-
-    Torn lines and unknown events are skipped; a folder without events gives an empty report.
-    """
-    found: dict[str, Any] = {"train": [], "evaluations": [], "memory": [], "checkpoints": [], "mirrored": []}
-    failures: list[str] = []
-    mirror_failures: list[str] = []
-    started = None
-    for event in tail_events(attempt.events).poll():
-        kind, numbers = event.get("kind"), event
-        if kind == "started" and started is None:
-            started = event.get("time")
-            found["started_from"] = event.get("from_step", 0)
-            found["set_aside"] = tuple(event.get("set_aside", ()))
-        elif kind == "metrics" and "loss" in numbers:
-            found["train"].append(_point(numbers, "loss"))
-            found["steps"] = event["step"]
-        elif kind == "evaluation":
-            found["evaluations"].append(_point(numbers, "eval_loss"))
-        elif kind == "data":
-            found.update({k: event[k] for k in ("train_rows", "eval_rows", "total_steps")})
-        elif kind in _VALUES:
-            name, model = _VALUES[kind]
-            value = model.model_validate({k: event[k] for k in model.model_fields if k in event})
-            if kind in ("checkpoint", "mirrored"):
-                found[name].append(value)
-            else:
-                found[name] = value
-        elif kind == "save_failed":
-            failures.append(f"step {event['step']}: {event['reason']}")
-        elif kind == "mirror_failed":
-            mirror_failures.append(f"{event['what']}: {event['reason']}")
-        elif kind == "memory":
-            fields = {k: event[k] for k in RankMemory.model_fields if k in event}
-            if not any(m.rank == fields["rank"] for m in found["memory"]):
-                found["memory"].append(RankMemory.model_validate(fields))
-        if kind == "metrics" and started is not None and "start_seconds" not in found:
-            found["start_seconds"] = event["time"] - started
-    found["save_failures"] = tuple(failures)
-    found["mirror_failures"] = tuple(mirror_failures)
-    found["memory"].sort(key=lambda memory: memory.rank)
-    try:
-        result = json.loads(attempt.result.read_text())
-    except (OSError, ValueError):
-        return found
-    found.update(steps=result["step"], model=result["model"], saved=result["saved"])
-    return found
-
-
-def _point(event: dict[str, Any], loss: str) -> Point:
-    """Take the metrics of one event."""
-    return Point(
-        step=event["step"],
-        loss=event.get(loss),
-        **{k: event.get(k) for k in ("learning_rate", "grad_norm", "seconds")},
-    )

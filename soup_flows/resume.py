@@ -20,6 +20,7 @@ from soup_flows.paths import RunPaths
 from soup_flows.resume_fit import check_resume, converts
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def named_folder(asked: str, spec: TrainingSpec) -> Path:
         Refused: `RES010` if there is none.
     """
     run = RunPaths.of(spec.output_dir, asked).root
-    folder = run if "/" not in asked and run.is_dir() else Path(asked).expanduser().absolute()
+    folder = run if "/" not in asked and run.is_dir() else expanded(asked).absolute()
     if not folder.is_dir():
         runs = [path.name for path in run.parent.iterdir()] if run.parent.is_dir() else []
         fix = nearest(asked, runs) or "give a run id, a checkpoint, a run directory, auto or never"

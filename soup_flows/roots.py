@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from soup_flows.errors import Problem
+from soup_flows.user_file import expanded
 
 ROOTS_VAR = "SOUP_FLOWS_ROOTS"
 """Folders divided by `:`; unset or empty: no limit."""
@@ -39,6 +40,40 @@ NOWHERE = Path("/")
 """Stands for an address of which it is not known what it names; inside no root but `/`."""
 
 
+NO_NAME = "SPEC005"
+NAME_BYTES, PATH_BYTES = 255, 4095
+"""Longest name and path on Linux (linux, include/uapi/linux/limits.h)."""
+
+
+def problems_with_names(paths: Mapping[str, str]) -> list[Problem]:
+    """Return a problem for each path that no file can have: asking whether it exists would already fail.
+
+    Args:
+        paths: field name to a path, an address or a Hub id.
+    """
+    return [
+        Problem(
+            id=NO_NAME,
+            severity="error",
+            field=field,
+            message=f"{value[:80]!r}... is no path: {why}"
+            if len(value) > 80
+            else f"{value!r} is no path: {why}",
+            fix="give the path of a file or a folder",
+        )
+        for field, value in paths.items()
+        if (why := _no_name(value))
+    ]
+
+
+def _no_name(value: str) -> str:
+    if "\0" in value:
+        return "it holds a NUL"
+    if any(len(os.fsencode(part)) > NAME_BYTES for part in value.split("/")) and "://" not in value:
+        return f"a name in it has more than {NAME_BYTES} bytes"
+    return f"it has more than {PATH_BYTES} bytes" if len(os.fsencode(value)) > PATH_BYTES else ""
+
+
 def problems_with_roots(paths: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> list[Problem]:
     """Return a problem for each path outside the folders of `SOUP_FLOWS_ROOTS`.
 
@@ -46,9 +81,7 @@ def problems_with_roots(paths: Mapping[str, str], environ: Mapping[str, str] = o
         paths: field name to what was given for it: a path, an address (`file://...`) or a Hub id.
         environ: where `SOUP_FLOWS_ROOTS` is looked up.
     """
-    roots = [
-        Path(root).expanduser().resolve() for root in environ.get(ROOTS_VAR, "").split(os.pathsep) if root
-    ]
+    roots = [expanded(root).resolve() for root in environ.get(ROOTS_VAR, "").split(os.pathsep) if root]
     if not roots:
         return []
     return [

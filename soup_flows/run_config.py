@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from soup_flows.deepspeed import write_deepspeed_config
 from soup_flows.paths import RunPaths, write_atomic, write_json
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 
 def write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, universal: bool) -> str | None:
@@ -18,7 +17,7 @@ def write_config(spec: TrainingSpec, plan: ShardingPlan, paths: RunPaths, univer
     if not plan.config:
         return None
     if spec.deepspeed_config:
-        content = Path(spec.deepspeed_config).expanduser().read_bytes()
+        content = expanded(spec.deepspeed_config).read_bytes()
         write_atomic(paths.config(plan.engine), content)
         return str(write_atomic(paths.temp / "deepspeed_config.json", content))
     config = plan.config | ({"checkpoint": {"load_universal": True}} if universal else {})

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from soup_flows.errors import refuse
+from soup_flows.json_text import parse_json
 from soup_flows.launch.leases import release
 from soup_flows.paths import RunPaths, is_writable_folder, nearest_existing
+from soup_flows.user_file import expanded
 
 POLL_S = 0.2
 _held: dict[str, int] = {}
@@ -106,7 +108,7 @@ def _wait(fd: int, paths: RunPaths, wait_s: float) -> None:
 
 def _holder(fd: int) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        value = json.loads(os.pread(fd, 4096, 0))
+        value = parse_json(os.pread(fd, 4096, 0))
         return f"process {value['pid']} on {value['host']}"
     return "another process"
 
@@ -117,7 +119,7 @@ def check_can_be_made(folder: str | Path) -> None:
     Raises:
         Refused: `RUN002`.
     """
-    place = nearest_existing(Path(folder).expanduser().absolute())
+    place = nearest_existing(expanded(folder).absolute())
     if is_writable_folder(place):
         return
     why = f"{place} is not writable" if place.is_dir() else f"{place} is no folder"

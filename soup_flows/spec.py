@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from soup_flows.errors import Problem, Refused
 from soup_flows.group import Group
-from soup_flows.roots import problems_with_roots
+from soup_flows.roots import problems_with_names, problems_with_roots
 from soup_flows.settings import (
     DEMO_DATASET,
     DEMO_MODEL,
@@ -29,6 +28,7 @@ from soup_flows.settings import (
     ValidationSettings,
 )
 from soup_flows.spec_problems import problems_of
+from soup_flows.user_file import expanded
 
 __all__ = [
     "DEMO_DATASET",
@@ -161,7 +161,7 @@ class TrainingSpec(Group):
             "launcher.slurm.hardware": self.launcher.slurm.hardware,
             "launcher.ray.hardware": self.launcher.ray.hardware,
         }
-        absolute = {field: str(Path(p).expanduser().absolute()) for field, p in written.items() if p}
+        absolute = {field: str(expanded(p).absolute()) for field, p in written.items() if p}
         named = {"model": self.model, "dataset": self.dataset, "data.eval_dataset": self.data.eval_dataset}
         return {field: value for field, value in named.items() if value} | absolute
 
@@ -223,7 +223,7 @@ def parse_spec(values: Mapping[str, Any]) -> TrainingSpec:
                 Problem(id="SPEC001", severity="error", field=words.split(" ", 1)[0], message=words, fix=fix)
             )
         raise Refused(problems) from None
-    outside = problems_with_roots(spec.local_paths())
+    outside = problems_with_names(spec.local_paths()) or problems_with_roots(spec.local_paths())
     if outside:
         raise Refused(outside)
     return spec

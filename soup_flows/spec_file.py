@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import refuse
-from soup_flows.user_file import BadFile
+from soup_flows.user_file import BadFile, expanded
 from soup_flows.user_yaml import read_yaml
 
 MAX_SPEC_BYTES = 32 * 1024
@@ -25,7 +24,7 @@ def read_spec_file(name: str, field: str) -> dict[str, Any]:
         Refused: if it cannot be read or holds no settings.
     """
     try:
-        return read_yaml(Path(name).expanduser(), MAX_SPEC_BYTES)
+        return read_yaml(expanded(name), MAX_SPEC_BYTES)
     except BadFile as bad:
         raise refuse("CLI002", field, str(bad), bad.fix) from None
 

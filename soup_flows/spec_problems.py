@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 from soup_flows.errors import Problem, nearest
 from soup_flows.other_words import OTHER_WORDS
 
+QUOTED = 200
+"""Characters of a wrong value that a message quotes."""
+
 
 def problems_of(error: ValidationError, spec: type[BaseModel]) -> list[Problem]:
     """Turn pydantic's errors into problems, one per field (a union reports one error per branch).
@@ -38,11 +41,17 @@ def problems_of(error: ValidationError, spec: type[BaseModel]) -> list[Problem]:
         elif item["type"] == "value_error":
             fix = ""
         else:
-            message = f"got {item['input']!r}"
+            message = f"got {_quoted(item['input'])}"
             fix = _elsewhere(parts, item["input"], spec) or _expected(annotation, item["input"], message)
         rule = {"extra_forbidden": "SPEC002", "missing": "SPEC003"}.get(item["type"], "SPEC001")
         by_field.setdefault(field, Problem(id=rule, severity="error", field=field, message=message, fix=fix))
     return list(by_field.values())
+
+
+def _quoted(value: object) -> str:
+    """Return a value as a message quotes it, cut in its middle where it is long."""
+    text = repr(value)
+    return text if len(text) <= QUOTED else f"{text[: QUOTED // 2]}...{text[-QUOTED // 2 :]}"
 
 
 def _right_name(parts: Sequence[str], names: Sequence[str], spec: type[BaseModel]) -> str:

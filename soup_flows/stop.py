@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import refuse
+from soup_flows.json_text import parse_json
 from soup_flows.paths import RunPaths, write_json
+from soup_flows.user_file import expanded
 
 
 class StopRequest(BaseModel):
@@ -35,7 +36,7 @@ def stop(run_dir: str | Path, save: bool = False) -> StopRequest:
     Raises:
         Refused: if `run_dir` is no run directory, or its run has ended.
     """
-    paths = RunPaths(Path(run_dir).expanduser().absolute())
+    paths = RunPaths(expanded(run_dir).absolute())
     if not paths.launch.is_file():
         raise refuse("STOP001", "run_dir", f"{paths.root} holds no run", "give <output_dir>/runs/<run id>")
     if paths.report.exists():
@@ -48,7 +49,7 @@ def stop(run_dir: str | Path, save: bool = False) -> StopRequest:
 def requested(paths: RunPaths) -> dict[str, Any] | None:
     """Return the request of a run, or None."""
     with contextlib.suppress(OSError, ValueError):
-        value = json.loads(paths.stop_request.read_text())
+        value = parse_json(paths.stop_request.read_text())
         return value if isinstance(value, dict) else None
     return None
 

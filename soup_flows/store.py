@@ -13,12 +13,15 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from soup_flows.checkpoints import hash_files, list_checkpoints, set_aside, step_of, verify
+from soup_flows.data.sources import without_secrets
 from soup_flows.errors import refuse
+from soup_flows.launch.hide import without
 from soup_flows.manifest import MANIFEST, StoredFile, read_manifest
 from soup_flows.paths import write_json
 
@@ -48,25 +51,37 @@ class Store:
 
     Args:
         url: such as `s3://bucket/folder` or `file:///mnt/share`; fsspec's package for it must be installed.
-        options: what fsspec's file system takes, secrets among them.
+        options: what fsspec's file system takes.
         keep: checkpoints of a run that stay in the store.
         confirm: `content` reads everything back and compares hashes; `size` compares sizes.
+        secret_options: the same as `options`, for what must not be shown.
 
     Raises:
         Refused: if fsspec knows no such URL, or a package or an option is wrong.
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any], keep: int = 2, confirm: Confirm = "content"
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        keep: int = 2,
+        confirm: Confirm = "content",
+        secret_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         import fsspec
 
+        self.url, self._keep, self._confirm = without_secrets(url).rstrip("/"), keep, confirm
+        self._secrets = _texts(secret_options) | {url: self.url}
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url, **options)
+            self._fs, self._root = fsspec.core.url_to_fs(url, **options, **secret_options)
         except (ValueError, ImportError, TypeError) as error:
             fix = "correct the URL in the block, and install fsspec's package for it (s3fs, gcsfs, adlfs)"
-            raise refuse("STORE001", "blocks.checkpoint_store", f"{url}: {error}", fix) from None
-        self.url, self._keep, self._confirm = url.rstrip("/"), keep, confirm
+            message = f"{self.url}: {self.words(error)}"
+            raise refuse("STORE001", "blocks.checkpoint_store", message, fix) from None
+
+    def words(self, error: Exception) -> str:
+        """Return what an error of the store says, without what is secret."""
+        return without(f"{type(error).__name__}: {error}", self._secrets)
 
     def push_checkpoint(self, folder: Path, run_id: str, name: str) -> Mirrored:
         """Upload a sealed checkpoint, then remove what is older than the `keep` newest.
@@ -180,6 +195,17 @@ class Store:
                 wanted = stored.sha256 if stored else hashlib.file_digest(sent, "sha256").hexdigest()
                 if _hash(arrived) != wanted:
                     raise OSError(f"{target} differs in the store from what was uploaded")
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts in options, at any depth, with what is shown in their place."""
+    found: dict[str, str] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= _texts(value)
+        elif str(value):
+            found[str(value)] = f"<{name}>"
+    return found
 
 
 def _hash(file: Any) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +23,14 @@ class BadFile(ValueError):
     def __init__(self, path: str | os.PathLike[str], what: str, fix: str) -> None:
         super().__init__(f"{os.fspath(path)}: {what}")
         self.fix = fix
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with its `~` replaced; that of a user who is not here stays, and so names no file."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def read_text(path: str | os.PathLike[str], max_bytes: int) -> str:
@@ -66,12 +75,16 @@ def read_json(path: str | os.PathLike[str], max_bytes: int, *, strict: bool = Tr
     hooks |= {"parse_float": _finite, "parse_int": _finite_int}
     try:
         value = json.loads(text, **(hooks if strict else {}))
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         fix = "write strict JSON: double quotes, no comments, no comma before a closing bracket"
         raise BadFile(path, f"{where}: {error.msg}", fix) from None
     except _Found as found:
         raise BadFile(path, f"{found}, {_lines_with(text, found.token)}", found.fix) from None
+    except UnicodeEncodeError:
+        raise BadFile(path, "holds half of a UTF-16 pair", "write the text itself, without escapes") from None
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
         raise BadFile(path, f"cannot be parsed: {type(error).__name__}", "write plain JSON") from None
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from soup_flows.json_text import whole_text
 from soup_flows.user_file import BadFile, read_text
 
 MAX_DEPTH = 20
@@ -50,6 +51,16 @@ class _Strict(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Join the two escapes that JSON writes for one sign beyond U+FFFF, which PyYAML leaves apart."""
+        node = super().compose_scalar_node(anchor)
+        try:
+            node.value = whole_text(node.value)
+        except UnicodeError:
+            problem = "half of a UTF-16 pair"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        return node
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
@@ -59,3 +70,13 @@ class _Strict(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Say where a value is that its tag, or what it looks like, cannot make: `!!int ''`, `2001-99-99`."""
+        if not isinstance(node, yaml.ScalarNode):
+            return super().construct_object(node, deep)
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+            problem = f"{node.value[:40]!r} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None

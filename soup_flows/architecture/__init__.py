@@ -15,6 +15,7 @@ from soup_flows.architecture.files import folder_shapes, from_shapes, index_para
 from soup_flows.architecture.moe import deepseek, mixtral, qwen_moe
 from soup_flows.architecture.value import Architecture, Layer, Linear
 from soup_flows.errors import refuse
+from soup_flows.json_text import parse_json
 from soup_flows.user_file import BadFile, read_json
 
 __all__ = [
@@ -107,7 +108,7 @@ def from_folder(folder: str | Path, *, count_unknown: bool = True) -> Architectu
     shapes = None
     try:
         shapes = folder_shapes(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         broken = (f"weight files could not be read: {error}",)
     if config.get("model_type") not in known_families() and shapes:
         try:
@@ -152,7 +153,7 @@ def count_on_meta(config: Mapping[str, Any], timeout_s: float = 180.0) -> Archit
         what = f"model_type {kind!r} is not written down here and could not be counted: {why}"
         fix = "use a family of transformers, or give the weight files as safetensors"
         raise refuse("MEM001", "model", what, fix) from None
-    shapes = {name: tuple(shape) for name, shape in json.loads(done.stdout).items()}
+    shapes = {name: tuple(shape) for name, shape in parse_json(done.stdout).items()}
     try:
         return from_shapes(config, shapes, "meta")
     except (ValueError, TypeError, IndexError, StopIteration) as error:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -12,30 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.architecture.value import Architecture, Layer, Linear, Source
+from soup_flows.json_text import parse_object
+from soup_flows.safetensors_header import read_table
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_MAX_HEADER = 100 << 20
-"""Bytes; the safetensors library's own limit for a header."""
 
 
 def header(path: Path) -> dict[str, tuple[int, ...]]:
     """Return name to shape of every tensor in a safetensors file; only its header is read.
 
     Raises:
-        ValueError: if the file is not a safetensors file.
+        ValueError: if the file is not a safetensors file, or its header is not sound.
     """
     with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= _MAX_HEADER:
-            raise ValueError(f"{path} is not a safetensors file: its header would be {length} bytes long")
-        try:
-            table = json.loads(file.read(length))
-        except ValueError as error:
-            raise ValueError(f"{path} is not a safetensors file: its header is not JSON ({error})") from None
-    return {name: tuple(item["shape"]) for name, item in table.items() if name != "__metadata__"}
+        _, table = read_table(file, path.stat().st_size, str(path))
+    return {name: entry.shape for name, entry in table.items()}
 
 
 def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
@@ -46,8 +37,10 @@ def folder_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        paths = [folder / str(name) for name in sorted(names)]
+        listed = parse_object(index.read_bytes()).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise ValueError(f"{index} has no weight_map that names a file for each tensor")
+        paths = [folder / name for name in sorted(set(listed.values()))]
     else:
         paths = [folder / "model.safetensors"]
     if not all(path.is_file() for path in paths):
@@ -61,9 +54,9 @@ def index_parameters(folder: Path) -> int | None:
     if not index.is_file():
         return None
     try:
-        stated = json.loads(index.read_text()).get("metadata", {}).get("total_parameters")
+        stated = parse_object(index.read_bytes()).get("metadata", {}).get("total_parameters")
         return int(stated) if stated else None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return None  # `folder_shapes` has said so
 
 

@@ -75,6 +75,21 @@ def parse_row(data: bytes, line: int, name: str) -> Row | Dropped:
     return as_row(value, line, name, surrogates="\\ud" in text or "\\uD" in text)
 
 
+def parse_cell(text: str) -> object:
+    """Return the JSON value in a cell of text, as strictly as rows are read.
+
+    Raises:
+        ValueError: it is none, names a key twice, is nested too deeply, or holds half of a UTF-16 pair.
+    """
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _surrogate(value, "") is not None:
+        raise ValueError("lone surrogate in text")
+    return value
+
+
 def _fault(text: str, line: int, name: str, error: ValueError) -> Dropped:
     if isinstance(error, _DuplicateKeyError):
         return Dropped(line, "duplicate key", str(error), "the key twice", "each key once", name)

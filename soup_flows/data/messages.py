@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 
+from soup_flows.data.jsonlines import parse_cell
 from soup_flows.data.values import Message, shown
 from soup_flows.errors import nearest
 
@@ -63,7 +63,7 @@ def messages_of(value: object, field: str, *, answer: bool = True) -> list[Messa
     """Return a checked conversation; with `answer` it must hold a turn of the assistant that is trained."""
     if isinstance(value, str) and value.lstrip().startswith("["):  # a CSV cell
         try:
-            value = json.loads(value)
+            value = parse_cell(value)
         except ValueError:
             raise BadRow("not a list of messages", field, shown(value), "a list of messages") from None
     if value is None or value == []:

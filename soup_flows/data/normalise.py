@@ -5,11 +5,11 @@ Nothing is coerced: a number or a list where text should be is a fault, never pr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from soup_flows.data.jsonlines import parse_cell
 from soup_flows.data.messages import BadRow, control_notes, messages_of, text_of
 from soup_flows.data.values import Example, Message, Row, shown
 
@@ -50,7 +50,7 @@ def _tools(value: object) -> list[Any] | None:
     """Return tool schemas, given as a list or as JSON text (how datasets and TRL store them)."""
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = parse_cell(value)
         except ValueError:
             raise BadRow("tools are not JSON", "tools", shown(value), "a list of tool schemas") from None
     if value is None or value in ("", []):

@@ -23,6 +23,7 @@ from soup_flows.data.report import DataReport
 from soup_flows.data.store import lengths_of, read_report
 from soup_flows.errors import refuse
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 _LAYOUT = 2
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges.txt", "special_tokens_map.json",
@@ -106,7 +107,7 @@ def entry_of(spec: TrainingSpec, tokenizer_folder: Path, source: str, field: str
 
 def cache_folder(spec: TrainingSpec) -> Path:
     """Return the folder of what is kept between runs."""
-    return Path(spec.data.cache_dir or Path(spec.output_dir) / "cache").expanduser().absolute()
+    return expanded(spec.data.cache_dir or Path(spec.output_dir) / "cache").absolute()
 
 
 def _version(package: str) -> str:
@@ -155,7 +156,7 @@ def fetch_sources(spec: TrainingSpec) -> None:
 
 def cached_data(spec: TrainingSpec) -> PreparedData | None:
     """Return the prepared data if the cache has all of it; a tokenizer of the Hub is not looked up here."""
-    folder = Path(spec.model).expanduser()
+    folder = expanded(spec.model)
     if not folder.is_dir():
         return None
     found: list[PreparedSource] = []

@@ -20,6 +20,7 @@ from soup_flows.data.sources import fetched, is_remote, split_of, without_secret
 from soup_flows.data.tables import read_csv, read_table, read_text
 from soup_flows.data.values import Dropped, Row, shown, writable
 from soup_flows.errors import Refused, nearest, refuse
+from soup_flows.user_file import expanded
 
 KINDS = {
     ".jsonl": "lines",
@@ -85,7 +86,7 @@ def list_files(source: str | Path, *, field: str = "dataset") -> list[Path]:
             fix = "`prepare dataset` and `soup-flows data` fetch it"
             raise refuse("DATA025", field, f"{without_secrets(source)} has not been fetched yet", fix)
         return known[0]
-    path = Path(source).expanduser()
+    path = expanded(source)
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:

@@ -8,13 +8,13 @@ the user's cache; a pointer there says where, so that whatever reads the source 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from soup_flows.json_text import parse_json
 from soup_flows.paths import write_json
 
 CACHE_VARIABLE = "SOUP_FLOWS_CACHE"
@@ -87,7 +87,7 @@ def remember(source: str, files: Sequence[Path], state: str) -> None:
 def fetched(source: str) -> tuple[list[Path], str] | None:
     """Return the local files of a source and their state, or None when one of them is not here."""
     try:
-        value = json.loads(pointer(source).read_text())
+        value = parse_json(pointer(source).read_text())
         files = [Path(name) for name in value["files"]]
         return (files, str(value["state"])) if all(file.exists() for file in files) else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 from collections.abc import Iterator
@@ -82,19 +83,19 @@ def read_table(path: Path, name: str, kind: str, field: str) -> Iterator[Row | D
         raise refuse("DATA009", field, f"{path} needs pyarrow to be read", fix) from None
     number = 0
     try:
-        if kind == "parquet":
-            with pq.ParquetFile(path) as table:
-                batches = table.iter_batches(batch_size=_BATCH_ROWS)
-                for batch in batches:
-                    for value in batch.to_pylist():
-                        number += 1
-                        yield Row(number, value, name)
-        else:
-            with pa.memory_map(str(path)) as mapped, pa.ipc.open_stream(mapped) as stream:
-                for batch in stream:
-                    for value in batch.to_pylist():
-                        number += 1
-                        yield Row(number, value, name)
-    except pa.ArrowException as error:
+        with contextlib.ExitStack() as stack:
+            if kind == "parquet":
+                batches = stack.enter_context(pq.ParquetFile(path)).iter_batches(batch_size=_BATCH_ROWS)
+            else:  # not mapped: a file that is cut while it is read would end the process by SIGBUS
+                file = stack.enter_context(pa.OSFile(str(path)))
+                batches = stack.enter_context(pa.ipc.open_stream(file))
+            for batch in batches:
+                batch.validate(full=True)  # wrong offsets would be followed out of the memory
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Row(number, value, name)
+    except UnicodeDecodeError:
+        raise
+    except (pa.ArrowException, ValueError, TypeError, LookupError, ArithmeticError) as error:
         found = f"{path} is a damaged {kind} file after row {number}: {shown(str(error))}"
         raise refuse("DATA008", field, found, "fetch or write it again") from None

@@ -1,20 +1,23 @@
-"""`soup-flows deploy`: work pool, block types, deployments and automations on a Prefect server, in one call."""
+"""`soup-flows deploy`: work pool, blocks, deployments and automations on a Prefect server, in one call."""
 
 from __future__ import annotations
 
 import httpx
-from prefect.blocks.core import Block
-from prefect.client.orchestration import SyncPrefectClient, get_client
+import prefect
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.settings import get_current_settings
 from pydantic import ValidationError
 
-from soup_flows import blocks
 from soup_flows.deploy.automations import ensure_automations
 from soup_flows.deploy.deployments import ensure_deployments
+from soup_flows.deploy.documents import block_types, ensure_block_types, ensure_documents
 from soup_flows.deploy.pools import ensure_pool
 from soup_flows.deploy.values import DeployRequest, Step
 from soup_flows.errors import refuse
+
+REFUSAL_TEXT = 500
+"""Characters of a server's refusal that are shown."""
 
 __all__ = ["DeployRequest", "Step", "block_types", "deploy"]
 
@@ -42,10 +45,18 @@ def deploy(request: DeployRequest, dry_run: bool = False) -> list[Step]:
         with get_client(sync_client=True) as client:
             return [
                 ensure_pool(client, request, dry_run),
-                *_ensure_block_types(client, dry_run),
+                *ensure_block_types(client, dry_run),
+                *ensure_documents(client, request, dry_run),
                 *ensure_deployments(client, request, dry_run),
                 *(ensure_automations(client, request, dry_run) if request.automations else ()),
             ]
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        message = f"the server at {url} answers {code}: {error.response.text[:REFUSAL_TEXT]}"
+        fix = "set PREFECT_API_AUTH_STRING (self-hosted) or PREFECT_API_KEY (Prefect Cloud)"
+        if code not in (401, 403):
+            fix = f"use a server of this Prefect's version ({prefect.__version__}), or the other way round"
+        raise refuse("DEPLOY010", "PREFECT_API_URL", message, fix) from None
     except httpx.TransportError as error:
         message = f"the server at {url} does not answer: {error}"
         raise refuse("DEPLOY002", "PREFECT_API_URL", message, "start it, or correct the address") from None
@@ -60,21 +71,3 @@ def _check_schedule(cron: str, timezone: str) -> None:
         message = f"got {cron!r} in {timezone!r}: {why}"
         fix = "write minute, hour, day, month, weekday, such as '0 2 * * *', and a zone such as Europe/Berlin"
         raise refuse("DEPLOY008", "--schedule", message, fix) from None
-
-
-def block_types() -> list[type[Block]]:
-    """Return the block types of this package, by name."""
-    found = [v for v in vars(blocks).values() if isinstance(v, type) and issubclass(v, Block)]
-    return sorted((t for t in found if t.__module__ == blocks.__name__), key=lambda t: t.__name__)
-
-
-def _ensure_block_types(client: SyncPrefectClient, dry_run: bool) -> list[Step]:
-    """Register the block types; the server keeps older versions of a schema."""
-    known = {kind.slug for kind in client.read_block_types()}
-    steps = []
-    for kind in block_types():
-        slug = kind.get_block_type_slug()
-        if not dry_run:
-            kind.register_type_and_schema()
-        steps.append(Step(kind="block type", name=slug, action="update" if slug in known else "create"))
-    return steps

@@ -50,7 +50,7 @@ def ensure_automations(client: SyncPrefectClient, request: DeployRequest, dry_ru
     for wanted in automations(request, notify):
         known = client.read_automations_by_name(wanted.name)
         if not dry_run and known:
-            client.update_automation(known[0].id, wanted.model_copy(update={"enabled": known[0].enabled}))
+            client.update_automation(known[0].id, _spelled_out(wanted, enabled=known[0].enabled))
         elif not dry_run:
             client.create_automation(wanted)
         action = "update" if known else "create"
@@ -60,6 +60,17 @@ def ensure_automations(client: SyncPrefectClient, request: DeployRequest, dry_ru
         steps += [Step(kind="automation", name=PREFIX + name, action="leave out", detail=why)
                   for name in ("tell of a failure", "tell of a stall")]  # fmt: skip
     return steps
+
+
+def _spelled_out(automation: AutomationCore, enabled: bool) -> AutomationCore:
+    """Return it with every field of its trigger and actions set.
+
+    The client's update sends the fields alone that were set (prefect 3.9.1,
+    client/orchestration/_automations/client.py, `exclude_unset`); without its type the server takes an action
+    such as CancelFlowRun for another one, DoNothing. It refuses fields of an automation that it has no update for.
+    """
+    given = automation.model_dump(mode="json", include=automation.model_fields_set)
+    return AutomationCore.model_validate(given | {"enabled": enabled})
 
 
 def _notification_block(client: SyncPrefectClient, name: str) -> UUID:

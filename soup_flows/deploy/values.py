@@ -35,6 +35,8 @@ class DeployRequest(BaseModel):
     timezone: str = "UTC"
     parameters: dict[str, Any] = Field(default_factory=dict)
     """Parameters of `soup-train/nightly`; empty keeps what it has."""
+    blocks: str | None = None
+    """Folder of documents that are kept as blocks."""
     automations: bool = False
     notify: str | None = None
     """Notification block, `<block type slug>/<name>`."""
@@ -49,7 +51,7 @@ class Step(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["work pool", "block type", "deployment", "automation"]
+    kind: Literal["work pool", "block type", "block", "deployment", "automation"]
     name: str
     action: Action
     detail: str = ""

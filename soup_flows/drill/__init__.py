@@ -20,10 +20,12 @@ from soup_flows.demo import build_demo_data, demo_parameters
 from soup_flows.diagnose import Diagnosis, diagnose
 from soup_flows.drill.cases import DRILLS, QUICK_TIMEOUT_MIN, settings
 from soup_flows.errors import nearest, refuse
+from soup_flows.json_text import parse_json
 from soup_flows.launch import proc
-from soup_flows.launch.events import tail_events
+from soup_flows.launch.events import read_events, tail_events
 from soup_flows.launch.outcome import read_saved_receipt
 from soup_flows.paths import RunPaths, write_json
+from soup_flows.user_file import expanded
 
 LIMIT_S = 420.0
 """Longest drill; it is ended after that and has failed."""
@@ -76,7 +78,7 @@ def drills(
     """Run drills one after another, those that need a Prefect server with one server; see `drill`."""
     for name in names:
         _check_name(name, quick)
-    folder = Path(output_dir).expanduser().absolute()
+    folder = expanded(output_dir).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         site: Any = None
@@ -178,11 +180,12 @@ class Watch:
 
     def poll(self) -> int:
         """Read the new events for when the cause was, and return the last step that any rank made."""
-        for event in self._events.poll():
-            if event["kind"] in ("step", "metrics"):
-                self.step = max(self.step, event["step"])
-            elif event["kind"] == "drill" and self.cause is None:
-                self.cause = event["time"]
+        while events := self._events.poll():
+            for event in events:
+                if event["kind"] in ("step", "metrics"):
+                    self.step = max(self.step, event["step"])
+                elif event["kind"] == "drill" and self.cause is None:
+                    self.cause = event["time"]
         return self.step
 
     @contextlib.contextmanager
@@ -246,13 +249,13 @@ class Watch:
     def _notes(self, name: str, diagnosis: Diagnosis | None) -> tuple[str, ...]:
         notes = [] if diagnosis is None or not diagnosis.cause else [diagnosis.cause]
         if name == "bad_row":
-            dropped = json.loads(self.paths.data.read_text())["train"]["report"]["dropped"]
+            dropped = parse_json(self.paths.data.read_text())["train"]["report"]["dropped"]
             notes.append(f"rows left out: {json.dumps(dropped)[:500]}")
         return tuple(notes)
 
     def _steps_lost(self, diagnosis: Diagnosis | None) -> int:
         saved = 0
-        for event in tail_events(self.attempt.events).poll():
+        for event in read_events(self.attempt.events):
             if event["kind"] == "finished" or event["kind"].startswith("checkpoint"):
                 saved = max(saved, int(event.get("step") or 0))
         return 0 if diagnosis is None or diagnosis.state == "completed" else max(0, self.step - saved)

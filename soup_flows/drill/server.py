@@ -200,8 +200,9 @@ def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> None:
     Raises:
         TimeoutError: if it does not within `limit_s` seconds.
     """
-    end = time.monotonic() + limit_s
+    end, pause_s = time.monotonic() + limit_s, 0.1
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
-        time.sleep(0.1)
+        time.sleep(pause_s)
+        pause_s = min(1.0, 1.2 * pause_s)  # asking a server all the time would slow what is waited for

@@ -200,4 +200,4 @@ def models(hw: Hardware) -> Iterator[Problem]:
 def _version(text: str | None) -> tuple[int, ...]:
     """Return `12.4` as (12, 4); empty for None, `none` and anything that is no version."""
     parts = (text or "").split(".")
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from soup_flows.hardware.nvml import NvmlProbe
 from soup_flows.hardware.probe import Probe
+from soup_flows.json_text import parse_json
 from soup_flows.paths import write_json
 
 
@@ -42,7 +42,7 @@ def used_joules(file: Path) -> float | None:
     A counter that went back was reset, by a driver that was loaded anew, and says nothing.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
         spent = [found["after_mj"][uuid] - found["before_mj"][uuid] for uuid in found["uuids"]]
         return sum(spent) / 1000 if spent and min(spent) >= 0 else None
     return None

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from soup_flows.hardware.values import Disk, HostMemory
+from soup_flows.units import whole
+from soup_flows.user_file import expanded
 
 NO_LIMIT = 1 << 60
 """cgroup v1 writes 9223372036854771712 for "no limit"; nothing real comes near 2**60 bytes."""
@@ -53,8 +55,7 @@ def cgroup_folders(root: Path, controller: str) -> tuple[list[Path], int]:
 
 
 def _number(path: Path) -> int | None:
-    text = (read_text(path) or "").strip()
-    return int(text) if text.isdigit() else None
+    return whole((read_text(path) or "").strip())
 
 
 def memory(root: Path, environ: Mapping[str, str]) -> tuple[HostMemory, str]:
@@ -68,7 +69,9 @@ def memory(root: Path, environ: Mapping[str, str]) -> tuple[HostMemory, str]:
         RuntimeError: neither /proc/meminfo nor psutil tells the memory.
     """
     text = read_text(root / "proc/meminfo") or ""
-    kib = {str(name): int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    kib = {
+        str(name): int(size) for name, size in re.findall(r"^(\w+):\s+([0-9]{1,18}) kB", text, re.MULTILINE)
+    }
     source = "/proc/meminfo"
     if "MemTotal" in kib:
         total = kib["MemTotal"] * 1024
@@ -111,19 +114,17 @@ def _used(folder: Path, version: int) -> int | None:
     if usage is None:
         return None
     name = "inactive_file" if version == 2 else "total_inactive_file"
-    cache = re.search(rf"^{name} (\d+)$", read_text(folder / "memory.stat") or "", re.MULTILINE)
+    cache = re.search(rf"^{name} ([0-9]{{1,18}})$", read_text(folder / "memory.stat") or "", re.MULTILINE)
     return max(0, usage - int(cache[1])) if cache else usage
 
 
 def _slurm_memory(environ: Mapping[str, str]) -> int | None:
     """Return Slurm's memory for this node in bytes; 0 or absent means no limit (sbatch(1), --mem)."""
-    mib = environ.get("SLURM_MEM_PER_NODE", "")
-    if mib.isdigit() and int(mib):
-        return int(mib) << 20
-    per_cpu, cpus = environ.get("SLURM_MEM_PER_CPU", ""), environ.get("SLURM_CPUS_ON_NODE", "")
-    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu):
-        return int(per_cpu) * int(cpus) << 20
-    return None
+    names = ("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")
+    mib, per_cpu, cpus = (whole(environ.get(name, "")) for name in names)
+    if mib:
+        return mib << 20
+    return per_cpu * cpus << 20 if per_cpu and cpus else None
 
 
 def cores(root: Path, environ: Mapping[str, str]) -> tuple[int, str]:
@@ -132,10 +133,11 @@ def cores(root: Path, environ: Mapping[str, str]) -> tuple[int, str]:
     A fractional quota is rounded down: threads beyond it would only be throttled.
     """
     status = read_text(root / "proc/self/status") or ""
-    listed = re.search(r"^Cpus_allowed_list:\s*(\S+)", status, re.MULTILINE)
-    if listed:
-        spans = [span.partition("-")[::2] for span in listed[1].split(",")]
-        best = sum(int(last or first) - int(first) + 1 for first, last in spans)
+    listed = re.search(r"^Cpus_allowed_list:\s*([0-9,-]+)$", status, re.MULTILINE)
+    spans = [span.partition("-")[::2] for span in listed[1].split(",")] if listed else []
+    ends = [(whole(first), whole(last or first)) for first, last in spans]
+    best = sum(last - first + 1 for first, last in ends if first is not None and last is not None)
+    if best > 0:
         source = "affinity (/proc/self/status)"
     else:
         best, source = os.cpu_count() or 1, "os.cpu_count"
@@ -144,24 +146,25 @@ def cores(root: Path, environ: Mapping[str, str]) -> tuple[int, str]:
         quota = _quota(folder, version)
         if quota is not None and quota < best:
             best, source = max(1, int(quota)), f"quota of {folder} (cgroup v{version})"
-    granted = environ.get("SLURM_CPUS_ON_NODE", "")
-    if granted.isdigit() and 0 < int(granted) < best:
-        best, source = int(granted), "SLURM_CPUS_ON_NODE"
+    granted = whole(environ.get("SLURM_CPUS_ON_NODE", ""))
+    if granted is not None and 0 < granted < best:
+        best, source = granted, "SLURM_CPUS_ON_NODE"
     return best, source
 
 
 def _quota(folder: Path, version: int) -> float | None:
     """Return the CPU quota in cores, or None without one."""
     if version == 2:
-        first, _, period = (read_text(folder / "cpu.max") or "").strip().partition(" ")
-        return int(first) / int(period) if first.isdigit() and period.isdigit() else None
-    quota, length = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-    return quota / length if quota and length else None
+        first, _, length = (read_text(folder / "cpu.max") or "").strip().partition(" ")
+        quota, period = whole(first), whole(length)
+        return quota / period if quota is not None and period else None
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota and period else None
 
 
 def disk(path: str | Path, root: Path) -> Disk | None:
     """Return the file system of `path` or its nearest existing parent; None if it cannot be read."""
-    asked = Path(path).expanduser().absolute()
+    asked = expanded(path).absolute()
     here = next((p for p in (asked, *asked.parents) if p.exists()), None)
     if here is None:
         return None
@@ -196,4 +199,4 @@ def memlock(root: Path) -> int | Literal["unlimited"] | None:
     found = re.search(r"^Max locked memory\s+(\S+)", text, re.MULTILINE)
     if not found:
         return None
-    return int(found[1]) if found[1].isdigit() else "unlimited"
+    return "unlimited" if found[1] == "unlimited" else whole(found[1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import ValidationError
 
 from soup_flows.errors import refuse
 from soup_flows.hardware.values import Hardware
-from soup_flows.user_file import BadFile, read_json
+from soup_flows.user_file import BadFile, expanded, read_json
 
 MAX_HARDWARE_BYTES = 1 << 20
 """Largest file that is read as a recorded machine, bytes; eight GPUs take about 30 kilobytes."""
@@ -25,7 +23,7 @@ def read_recorded(name: str, field: str) -> Hardware:
         Refused: `CLI003`.
     """
     try:
-        value = read_json(Path(name).expanduser(), MAX_HARDWARE_BYTES)
+        value = read_json(expanded(name), MAX_HARDWARE_BYTES)
         return Hardware.model_validate(value.get("hardware", value))
     except (BadFile, ValidationError) as error:
         words = str(error) if isinstance(error, BadFile) else f"{name}: {_first(error)}"

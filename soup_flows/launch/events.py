@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from soup_flows.json_text import parse_object
 from soup_flows.launch.layout import PROTOCOL_VERSION
 
 READ_BYTES = 1 << 20
@@ -29,18 +29,16 @@ class LineTail:
         self._rest = b""
 
     def poll(self, limit_bytes: int = READ_BYTES) -> list[str]:
-        """Return the complete lines that are new, from at most `limit_bytes` read now."""
+        """Return the complete lines that are new, of about `limit_bytes`; empty only where nothing is left."""
         if self._file is None and not self._open():
             return []
-        assert self._file is not None
-        data = self._file.read(limit_bytes)
-        if not data:
-            data = self._after_end(limit_bytes)
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        if len(self._rest) > LINE_LIMIT_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
+        lines: list[bytes] = []
+        while not lines and (data := self._read(limit_bytes)):
+            lines = (self._rest + data).split(b"\n")
+            self._rest = lines.pop()
+            if len(self._rest) > LINE_LIMIT_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
         return [line.decode("utf-8", "replace") for line in lines]
 
     def finish(self) -> list[str]:
@@ -57,6 +55,11 @@ class LineTail:
         except OSError:
             return False
         return True
+
+    def _read(self, limit_bytes: int) -> bytes:
+        if self._file is None:  # its successor could not be opened yet
+            return b""
+        return self._file.read(limit_bytes) or self._after_end(limit_bytes)
 
     def _after_end(self, limit_bytes: int) -> bytes:
         """At the end of the open file: go on with its successor, or from its start if it was cut."""
@@ -88,17 +91,23 @@ class EventTail:
         self.skipped = 0
 
     def poll(self) -> list[dict[str, Any]]:
-        """Return the new events, oldest first; kinds this version does not know are passed on as they are."""
-        events = []
-        for line in self._lines.poll():
-            if not line.strip():
-                continue
-            event = parse_event(line)
-            if event is None:
-                self.skipped += 1
-            else:
-                events.append(event)
+        """Return new events, oldest first, of about a MiB; empty only where none is left.
+
+        Kinds that this version does not know are passed on as they are.
+        """
+        events: list[dict[str, Any]] = []
+        while not events and (lines := self._lines.poll()):
+            for line in lines:
+                event = parse_event(line) if line.strip() else None
+                if event is not None:
+                    events.append(event)
+                elif line.strip():
+                    self.skipped += 1
         return events
+
+    def close(self) -> None:
+        """Close the file; an unfinished last line is torn and no event."""
+        self._lines.finish()
 
 
 def tail_events(path: str | Path) -> EventTail:
@@ -106,16 +115,26 @@ def tail_events(path: str | Path) -> EventTail:
     return EventTail(path)
 
 
+def read_events(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield all events that are in a file now, however long it is."""
+    tail = EventTail(path)
+    while events := tail.poll():
+        yield from events
+    tail.close()
+
+
+_COMMON: dict[str, tuple[type, ...]] = {"kind": (str,), "time": (int, float), "rank": (int,), "step": (int,)}
+"""What readers rely on in events of every kind, where it is there; `kind` always is."""
+
+
 def parse_event(line: str) -> dict[str, Any] | None:
     """Return the event in `line`, or None if it is torn, of another protocol version, or no event."""
     try:
-        event = json.loads(line)
+        event = parse_object(line)
     except ValueError:
         return None
-    good = (
-        isinstance(event, dict) and event.get("v") == PROTOCOL_VERSION and isinstance(event.get("kind"), str)
-    )
-    return event if good else None
+    sound = all(isinstance(event[name], types) for name, types in _COMMON.items() if name in event)
+    return event if sound and "kind" in event and event.get("v") == PROTOCOL_VERSION else None
 
 
 def strip_ansi(text: str) -> str:

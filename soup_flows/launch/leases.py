@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.errors import TrainingFailed, refuse
+from soup_flows.json_text import parse_json
 from soup_flows.launch.devices import Device, choose, refuse_too_few
 
 LEASE_DIR = "SOUP_FLOWS_LEASE_DIR"
@@ -135,7 +136,7 @@ def holder(folder: Path, device: str) -> dict[str, Any] | None:
     try:
         if _lock(fd):
             return None
-        value = json.loads(os.pread(fd, 4096, 0) or b"{}")
+        value = parse_json(os.pread(fd, 4096, 0) or b"{}")
         return value if isinstance(value, dict) else {}
     except ValueError:
         return {}
@@ -189,7 +190,7 @@ def _try_locked(
 
 def _describe(fd: int) -> str:
     try:
-        value = json.loads(os.pread(fd, 4096, 0))
+        value = parse_json(os.pread(fd, 4096, 0))
         return f"run {value['run_id']} (process {value['pid']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "a run that did not say its name"
@@ -229,7 +230,7 @@ class _Ticket:
                 if _lock(fd):
                     path.unlink()
                 else:
-                    value = json.loads(os.pread(fd, 1 << 16, 0))
+                    value = parse_json(os.pread(fd, 1 << 16, 0))
                     found |= {str(name): str(value["run_id"]) for name in value["wanted"]}
             os.close(fd)
         return found

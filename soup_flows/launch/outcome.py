@@ -7,7 +7,6 @@ logs.
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -15,10 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
 from soup_flows.errors import FailureClass, Problem
+from soup_flows.json_text import parse_object
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines, strip_ansi
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
+from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
@@ -59,8 +60,8 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
     errors = []
     for path in sorted(attempt.errors.glob("rank_*.json")):
         try:
-            value = json.loads(path.read_text())
-            known = value.get("failure_class")
+            value = parse_object(path.read_bytes())
+            known, advice = value.get("failure_class"), value.get("advice")
             errors.append(
                 RankError(
                     rank=int(value["rank"]),
@@ -70,7 +71,7 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
                     traceback=str(value["traceback"]),
                     time=float(value["time"]),
                     failure_class=known if known in get_args(FailureClass) else None,
-                    advice=value.get("advice"),
+                    advice=advice if isinstance(advice, str) else None,
                 )
             )
         except (OSError, ValueError, KeyError, TypeError):
@@ -80,11 +81,7 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
 
 def read_saved_receipt(attempt: AttemptPaths) -> dict[str, Any]:
     """Return the receipt in the attempt's folder; empty if there is none that can be read."""
-    try:
-        value = json.loads(attempt.receipt.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+    return read_receipt_file(attempt.receipt)
 
 
 def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:

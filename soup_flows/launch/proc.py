@@ -28,7 +28,7 @@ def prctl(option: int, value: int) -> bool:
 
 
 def _pids() -> list[int]:
-    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
 
 
 def parent_of(pid: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Drain pipes into log files: bars collapsed, files rotated, and never a reason for a rank to wait."""
+"""Drain pipes into log files: bars collapsed, secrets hidden, files rotated, never a reason for a rank to wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import fcntl
 import os
 import time
 from pathlib import Path
+
+from soup_flows.launch.hide import hidden_bytes
 
 READ_BYTES = 1 << 20
 LINE_LIMIT_BYTES = 1 << 20
@@ -98,21 +100,24 @@ class Pump:
         if newline:
             if b"\r" in head:
                 head = b"\n".join(map(_after_return, head.split(b"\n")))
-            self.log.write(head + newline)
+            self._write(head + newline)
             self._bar_moved = False
         if b"\r" in rest:
             self._bar_moved = True
             rest = _after_return(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(rest) > LINE_LIMIT_BYTES:
-            self.log.write(rest + b"\n")
+            self._write(rest + b"\n")
             rest = b""
         self._rest = rest
         self.tick(now)
 
+    def _write(self, lines: bytes) -> None:
+        self.log.write(hidden_bytes(lines))
+
     def tick(self, now: float) -> None:
         """Write a moving bar's present text if the last one was written ten seconds ago."""
         if self._bar_moved and now - self._bar_time >= BAR_EVERY_S:
-            self.log.write(_after_return(self._rest) + b"\n")
+            self._write(_after_return(self._rest) + b"\n")
             self._bar_moved, self._bar_time = False, now
 
     def finish(self, now: float) -> None:
@@ -120,7 +125,7 @@ class Pump:
         while self.drain(now):
             pass
         if self._rest:
-            self.log.write(_after_return(self._rest) + b"\n")
+            self._write(_after_return(self._rest) + b"\n")
             self._rest = b""
         self.log.close()
 

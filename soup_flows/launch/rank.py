@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from soup_flows.launch import layout
+from soup_flows.launch.hide import hidden
 from soup_flows.launch.proc import PR_SET_PDEATHSIG, prctl
 from soup_flows.paths import write_json
 
@@ -130,14 +131,14 @@ def heartbeat(step: int, phase: str = "train") -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as strict JSON allows it: NaN and infinities as text."""
+    """Return `value` as strict JSON allows it, NaN and infinities as text; secrets in texts are hidden."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    return value if isinstance(value, (int, float, bool, type(None))) else hidden(str(value))
 
 
 class EventWriter:
@@ -197,8 +198,8 @@ def write_error(error: BaseException) -> Path | None:
         "rank": rank_number(),
         "type": f"{type(error).__module__}.{type(error).__qualname__}",
         "types": types,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": hidden(str(error)),
+        "traceback": hidden("".join(traceback.format_exception(error))),
         "time": now,
         "failure_class": getattr(error, "failure_class", None),
         "advice": getattr(error, "advice", None),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from soup_flows.json_text import parse_object
 from soup_flows.launch import layout, proc
 from soup_flows.paths import AttemptPaths, write_json
 
@@ -71,14 +72,68 @@ def write_receipt(attempt: Path, receipt: dict[str, Any], node: int = 0) -> None
         os.write(1, json.dumps(receipt).encode() + b"\n")
 
 
+_TEXT, _NUMBER, _WHOLE = (str,), (int, float), (int,)
+_RANK_END = {"rank": _WHOLE, "pid": _WHOLE}
+_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("run_id", "reason", "detail", "scheduler"), _TEXT),
+    **dict.fromkeys(("started", "stop_time", "seconds", "log_bytes_lost"), _NUMBER),
+    **dict.fromkeys(("v", "exit_code", "oom_kills_before", "oom_kills_after"), _WHOLE),
+    "stall": (dict,),
+}
+_ITEMS: dict[str, tuple[type, ...]] = {"survivors": _WHOLE, "kernel": _TEXT}
+_ENTRIES: dict[str, dict[str, tuple[type, ...]]] = {
+    "dead_ranks": {**_RANK_END, "time": _NUMBER},
+    "signalled": {"pid": _WHOLE, "signal": _TEXT},
+}
+"""What readers of a receipt rely on: fields, items of lists, and fields of the objects in lists."""
+
+
+def sound_receipt(value: object) -> dict[str, Any]:
+    """Return a receipt without what is not of its type: a full disk or a crash may have left anything."""
+    if not isinstance(value, dict):
+        return {}
+    found = {
+        name: item
+        for name, item in value.items()
+        if name not in _FIELDS or item is None or _is(item, _FIELDS[name])
+    }
+    for name, types in _ITEMS.items():
+        if name in found:
+            found[name] = [item for item in _list(found[name]) if _is(item, types)]
+    for name, fields in _ENTRIES.items():
+        if name in found:
+            found[name] = [item for item in _list(found[name]) if _has(item, fields)]
+    if not _has(found.get("first_failure"), {**_RANK_END, "exit_code": _WHOLE}):
+        found.pop("first_failure", None)
+    return found
+
+
+def _is(item: object, types: tuple[type, ...]) -> bool:
+    return isinstance(item, types) and not isinstance(item, bool)
+
+
+def _has(item: object, fields: Mapping[str, tuple[type, ...]]) -> bool:
+    return isinstance(item, dict) and all(_is(item.get(name), types) for name, types in fields.items())
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def read_receipt(text: str) -> dict[str, Any]:
     """Return the receipt that the supervisor printed; empty if it was killed before it could."""
     for line in reversed(text.splitlines()):
         with contextlib.suppress(ValueError):
-            value = json.loads(line)
-            if isinstance(value, dict):
-                return value
+            return sound_receipt(parse_object(line))
     return {}
+
+
+def read_receipt_file(path: Path) -> dict[str, Any]:
+    """Return the receipt in a file; empty if there is none that can be read."""
+    try:
+        return sound_receipt(parse_object(path.read_bytes()))
+    except (OSError, ValueError):
+        return {}
 
 
 def collect_receipts(attempt: AttemptPaths) -> dict[str, Any]:
@@ -86,12 +141,8 @@ def collect_receipts(attempt: AttemptPaths) -> dict[str, Any]:
 
     The reason is that of the host that stopped first: the others followed it.
     """
-    found = []
-    for path in sorted(attempt.root.glob("receipt*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            value = json.loads(path.read_text())
-            if isinstance(value, dict) and value.get("reason"):
-                found.append(value)
+    receipts = [read_receipt_file(path) for path in sorted(attempt.root.glob("receipt*.json"))]
+    found = [receipt for receipt in receipts if receipt.get("reason")]
     if not found:
         return {}
     found.sort(key=lambda receipt: receipt.get("stop_time") or float("inf"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from soup_flows.accelerate_config import fsdp_settings
@@ -11,6 +10,7 @@ from soup_flows.accelerate_keys import FSDP_KEYS
 from soup_flows.errors import nearest
 from soup_flows.migrate.reading import Reading
 from soup_flows.migrate.values import NotTaken, Part
+from soup_flows.user_file import expanded
 
 DEEPSPEED, FSDP = "deepspeed", "fsdp"
 BLOCK, VERSION = "fsdp_config", "fsdp_version"
@@ -65,7 +65,7 @@ def _deepspeed(reading: Reading, shipped: Mapping[str, tuple[str, str]]) -> None
         fix = "write it to a JSON file, and give that with --deepspeed-config"
         reading.wrong(DEEPSPEED, NotTaken("a config within the file is not read", fix), "deepspeed_config")
         return
-    path = Path(value).expanduser()
+    path = expanded(value)
     if path.is_file():
         reading.put("deepspeed_config", str(path), DEEPSPEED, note="the file is used byte for byte")
     elif path.stem in shipped:

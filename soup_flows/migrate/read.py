@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,7 +19,7 @@ from soup_flows.migrate.values import Mapped, Tool
 from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
 from soup_flows.terminal import problems_text
-from soup_flows.user_file import BadFile
+from soup_flows.user_file import BadFile, expanded
 from soup_flows.user_yaml import read_yaml
 
 TOOLS: tuple[Tool, ...] = (SOUP, AXOLOTL, LLAMA_FACTORY)
@@ -60,7 +59,7 @@ def read_config(tool: Tool, path: str | os.PathLike[str], given: Mapping[str, An
         Refused: the file cannot be read or holds no mapping.
     """
     try:
-        values = read_yaml(Path(path).expanduser(), MAX_BYTES)
+        values = read_yaml(expanded(path), MAX_BYTES)
     except BadFile as bad:
         raise refuse("MIG001", tool.option, str(bad), bad.fix) from None
     return migrate(tool, os.fspath(path), values, given)
@@ -102,7 +101,7 @@ def save_spec(spec: TrainingSpec, path: str) -> None:
     Raises:
         Refused: the file is there already, or cannot be written.
     """
-    target = Path(path).expanduser()
+    target = expanded(path)
     if os.path.lexists(target):
         raise refuse("MIG008", "--save", f"{path} is there already", "remove it, or give another name")
     try:

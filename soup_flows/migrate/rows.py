@@ -9,7 +9,7 @@ from typing import Any
 from soup_flows.data.sources import hub_source, is_url
 from soup_flows.migrate.reading import Reading, is_off
 from soup_flows.migrate.values import NotTaken
-from soup_flows.user_file import BadFile, read_json
+from soup_flows.user_file import BadFile, expanded, read_json
 
 COLUMNS = "rename the columns in the file to those of docs/data.md"
 JOIN = "put their files into one folder, or their rows into one file, and give that with --dataset"
@@ -154,7 +154,7 @@ def _looked_up(name: str, folder: str) -> str:
     give = "give the file with --dataset (held-out rows: --set data.eval_dataset=FILE)"
     if folder.startswith("REMOTE:"):
         raise NotTaken(f"{name!r} is listed on the Hub, in {folder.removeprefix('REMOTE:')}", give)
-    info = Path(folder).expanduser() / "dataset_info.json"
+    info = expanded(folder) / "dataset_info.json"
     try:
         entries = read_json(info, MAX_INFO_BYTES, strict=False)
     except BadFile as bad:

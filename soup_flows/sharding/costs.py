@@ -118,7 +118,7 @@ def _network(hardware: Hardware, ranks_per_node: int) -> float | None:
     total = 0.0
     for port in hardware.infiniband:
         words = port.split()
-        total += sum(float(a) for a, b in itertools.pairwise(words) if b == "Gb/sec" and a.isdigit())
+        total += sum(float(a) for a, b in itertools.pairwise(words) if b == "Gb/sec" and a.isdecimal())
     return total / 8 * GB / ranks_per_node or None
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from soup_flows.architecture import Architecture, from_folder, read_config
 from soup_flows.errors import Refused, refuse
-from soup_flows.user_file import BadFile
+from soup_flows.user_file import BadFile, expanded
 
 
 def read_model_config(model: str) -> dict[str, Any] | None:
@@ -17,7 +16,7 @@ def read_model_config(model: str) -> dict[str, Any] | None:
         Refused: if `model` is a folder without a readable `config.json`, one whose known keys are wrong
             (all of them in one `PLAN011`), or looks like a path that is missing.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if not folder.exists():
         if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
             raise refuse(
@@ -39,7 +38,7 @@ def known_model(model: str) -> tuple[Architecture | None, str]:
 
     What is wrong with the folder is reported by the validation, not here.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if not (folder / "config.json").is_file():
         return None, "memory was not predicted: the model's config.json is not on this machine"
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from soup_flows.hardware import Hardware
+from soup_flows.json_text import parse_json
 from soup_flows.memory.phases import WORKSPACE
 from soup_flows.sharding.model import read_model_config
 from soup_flows.sharding.plan import read_case
@@ -74,7 +75,7 @@ def trace_plan(spec: TrainingSpec, hardware: Hardware, plan: ShardingPlan, timeo
         return _nothing(
             plan, f"the trace failed: {(error.stderr.strip().splitlines() or ['no message'])[-1]}"
         )
-    traced = json.loads(done.stdout)["allocated_bytes"] + WORKSPACE
+    traced = parse_json(done.stdout)["allocated_bytes"] + WORKSPACE
     if plan.strategy == "ddp":
         traced += plan.memory.step["communication"]  # its buckets; the ranks do not talk in the trace
     return _compare(plan, traced)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from soup_flows.launch import rank
+from soup_flows.training.lean import leave_out_of_rank
 
 
 def main() -> int:
@@ -15,9 +16,11 @@ def main() -> int:
     rank.attach()
     attempt_dir = Path(os.environ["SOUP_FLOWS_ATTEMPT_DIR"])
     try:
+        run_dir = Path(sys.argv[1])
+        leave_out_of_rank(run_dir)
         from soup_flows.training.run import train
 
-        train(Path(sys.argv[1]), attempt_dir)
+        train(run_dir, attempt_dir)
     except BaseException as error:
         rank.write_error(error)
         signal.signal(

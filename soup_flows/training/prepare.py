@@ -26,9 +26,10 @@ from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
 from soup_flows.errors import refuse
 from soup_flows.hardware import host
-from soup_flows.paths import write_atomic
 from soup_flows.spec import TrainingSpec
-from soup_flows.validation.seen import Seen, seen_file
+from soup_flows.training.lean import leave_out_of_tokenising
+from soup_flows.user_file import expanded
+from soup_flows.validation.seen import looking
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
@@ -79,7 +80,7 @@ def tokenizer_folder(spec: TrainingSpec) -> Path:
     Raises:
         Refused: if the Hub cannot be reached or has no such model.
     """
-    folder = Path(spec.model).expanduser()
+    folder = expanded(spec.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -114,17 +115,14 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
 def prepare_and_look(spec: TrainingSpec) -> PreparedData:
     """Prepare the data, and leave what the validation wants to see of model and rows (`validation.seen`).
 
+    The look needs torch, and tokenising does not: a process of its own looks meanwhile.
+
     Raises:
         Refused: as `prepare_here`.
     """
-    data = prepare_here(spec)
-    kept = seen_file(spec) if spec.validation.deep else None
-    if kept is not None and not kept.exists():
-        from soup_flows.training.look import look_at  # torch: after the tokenising processes were forked
-
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, Seen.model_validate(look_at(spec)).model_dump_json())
-    return data
+    leave_out_of_tokenising(spec)
+    with looking(spec):
+        return prepare_here(spec)
 
 
 if __name__ == "__main__":

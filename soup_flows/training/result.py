@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soup_flows.paths import RunPaths, write_atomic, write_json
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 PROMPT = "The quick brown fox jumps over the lazy dog."
 """What the live and the saved model are compared on."""
@@ -102,7 +103,7 @@ def compare(
     """
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if (folder / "adapter_config.json").exists():
-        size += sum(file.stat().st_size for file in Path(spec.model).expanduser().glob("*.safetensors"))
+        size += sum(file.stat().st_size for file in expanded(spec.model).glob("*.safetensors"))
     if size > psutil.virtual_memory().available // 2:
         return {"skipped": f"the model has {size / 2**30:.0f} GiB, more than half of the free memory"}
     exact: Any = (
@@ -159,7 +160,7 @@ def model_card(spec: TrainingSpec, plan: ShardingPlan, numbers: Mapping[str, Any
         plan: what ran.
         numbers: more facts, such as losses and rows; None is left out.
     """
-    local = Path(spec.model).expanduser().exists()
+    local = expanded(spec.model).exists()
     base = Path(spec.model).name if local else spec.model
     head = [
         "library_name: "

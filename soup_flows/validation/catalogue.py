@@ -15,6 +15,10 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
         "A path is outside the folders that the worker's `SOUP_FLOWS_ROOTS` allows",
         "use a path inside them",
     ),
+    "SPEC005": (
+        "A path is one that no file can have: a NUL, or a name longer than the file system takes",
+        "give the path of a file or a folder",
+    ),
     "CLI001": ("`--set` is not of the form name=value", "write --set training.learning_rate=2e-5"),
     "CLI002": ("The file given as `--spec` cannot be read", "give JSON or YAML with the settings"),
     "CLI003": ("The file given as `--hardware` cannot be read", "record one with soup-flows doctor --json"),
@@ -45,6 +49,11 @@ CATALOGUE: Mapping[str, tuple[str, str]] = {
     ),
     "DEPLOY007": ("A number given to `deploy` is out of range", "the message names the range"),
     "DEPLOY008": ("The schedule is no cron line, or its time zone does not exist", "write '0 2 * * *'"),
+    "DEPLOY009": ("A document that `deploy` should keep as a block is wrong", "correct the named file"),
+    "DEPLOY010": (
+        "The server refuses what `deploy` asks",
+        "give its credentials, or use one Prefect version",
+    ),
     "PLAN001": ("The run needs GPUs and the machine offers none", "use a GPU machine, or device=cpu"),
     "PLAN002": ("More GPUs are asked for than can be seen", "ask for fewer, or gpus=auto"),
     "PLAN003": ("fp16 on CPU", "use fp32 or bf16"),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from soup_flows.hardware.values import Disk
+from soup_flows.user_file import expanded
 from soup_flows.validation.table import ANY, TRANSFORMERS, Context, Found, rule, rules_in
 
 GIB = 1 << 30
@@ -16,7 +16,7 @@ LOCAL_DISKS = ("ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "ramfs
 
 def output_disk(run: Context) -> Disk | None:
     """Return the reading of the output folder's disk, if the machine's recording has one."""
-    folder = str(Path(run.spec.output_dir).expanduser().absolute())
+    folder = str(expanded(run.spec.output_dir).absolute())
     return next((d for d in run.hardware.disks if d.path == folder), None)
 
 
@@ -80,7 +80,7 @@ def in_memory(run: Context) -> Iterator[Found]:
 def inside_model(run: Context) -> Iterator[Found]:
     """An output folder inside the model folder."""
     if run.model.folder is not None:
-        output = Path(run.spec.output_dir).expanduser().absolute()
+        output = expanded(run.spec.output_dir).absolute()
         model = run.model.folder.absolute()
         if model == output or model in output.parents:
             yield Found(f"{output} is in the model folder")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from soup_flows.hardware.host import disk
 from soup_flows.paths import is_writable_folder, nearest_existing
+from soup_flows.user_file import expanded
 from soup_flows.validation.table import ANY, DEEPSPEED, Context, Found, rule, rules_in
 
 TRAIN_MODULES = ("torch", "transformers", "accelerate", "datasets")
@@ -88,7 +89,7 @@ def no_peft(run: Context) -> Iterator[Found]:
 )
 def unwritable_output(run: Context) -> Iterator[Found]:
     """An output folder that cannot be written."""
-    folder = nearest_existing(Path(run.spec.output_dir).expanduser().absolute())
+    folder = nearest_existing(expanded(run.spec.output_dir).absolute())
     if not is_writable_folder(folder):
         yield Found(f"{folder} is not a folder that this user may write")
 
@@ -169,7 +170,7 @@ def _extension_folder(run: Context) -> Path:
     """Return where torch keeps compiled extensions (torch/utils/cpp_extension.py, get_default_build_root)."""
     home = run.environ.get("HOME", "~")
     cache = run.environ.get("XDG_CACHE_HOME") or f"{home}/.cache"
-    return Path(run.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions").expanduser()
+    return expanded(run.environ.get("TORCH_EXTENSIONS_DIR") or f"{cache}/torch_extensions")
 
 
 @rule(
@@ -231,7 +232,7 @@ def shared_triton(run: Context) -> Iterator[Found]:
     """Triton's cache on a network file system, under DeepSpeed on GPUs."""
     if run.plan.engine == "deepspeed" and run.plan.device == "cuda" and run.plan.world_size > 1:
         home = run.environ.get("TRITON_HOME") or f"{run.environ.get('HOME', '~')}/.triton"
-        yield from _on_network(Path(run.environ.get("TRITON_CACHE_DIR") or home).expanduser())
+        yield from _on_network(expanded(run.environ.get("TRITON_CACHE_DIR") or home))
 
 
 @rule(

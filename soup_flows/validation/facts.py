@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -15,9 +14,10 @@ from soup_flows.data.formats import load_examples
 from soup_flows.data.reading import list_files
 from soup_flows.data.sources import is_here
 from soup_flows.errors import Problem, Refused
+from soup_flows.safetensors_header import read_table
 from soup_flows.sharding import read_model_config
 from soup_flows.spec import TrainingSpec
-from soup_flows.user_file import BadFile, read_json
+from soup_flows.user_file import BadFile, expanded, read_json
 
 LOOK_AT_ROWS = 1000
 """Rows of each data set that are read before a launch; the ranks read all of them."""
@@ -93,7 +93,7 @@ class ModelFacts:
         """Tensor name -> shape; empty where the weight files cannot be read."""
         try:
             return (folder_shapes(self.folder) if self.folder else None) or {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError):
             return {}
 
     @cached_property
@@ -117,12 +117,12 @@ class ModelFacts:
         if file is None or self.folder is None:
             return None
         try:
-            with (self.folder / file).open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                begin, end = json.loads(stream.read(length))[tensor]["data_offsets"]
-                stream.seek(8 + length + begin)
-                return stream.read(min(count, end - begin))
-        except (OSError, ValueError, KeyError, struct.error):
+            path = self.folder / file
+            with path.open("rb") as stream:
+                start, table = read_table(stream, path.stat().st_size, file)
+                stream.seek(start + table[tensor].begin)
+                return stream.read(min(count, table[tensor].end - table[tensor].begin))
+        except (OSError, ValueError, KeyError):
             return None
 
     def starts_with(self, name: str, words: bytes) -> bool:
@@ -139,13 +139,9 @@ class ModelFacts:
             return None
         try:
             with (self.folder / name).open("rb") as stream:
-                (length,) = struct.unpack("<Q", stream.read(8))
-                if length > self.files[name]:
-                    return None
-                table = json.loads(stream.read(length))
-            ends = [item["data_offsets"][1] for key, item in table.items() if key != "__metadata__"]
-            return 8 + int(length) + max(ends, default=0)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
+                start, table = read_table(stream, self.files[name], name)
+            return start + max((entry.end for entry in table.values()), default=0)
+        except (OSError, ValueError):
             return None
 
     @cached_property
@@ -159,7 +155,7 @@ class ModelFacts:
         listed = self.tokenizer_config.get("added_tokens_decoder")
         if isinstance(listed, dict):
             pairs = [(key, value.get("content")) for key, value in listed.items() if isinstance(value, dict)]
-            return {int(key): str(text) for key, text in pairs if str(key).isdigit()}
+            return {int(key): str(text) for key, text in pairs if str(key).isdecimal()}
         if "tokenizer.json" not in self.files or self.folder is None:
             return {}
         try:
@@ -200,7 +196,7 @@ def look_at_model(name: str) -> tuple[ModelFacts, list[Problem]]:
         config = read_model_config(name)
     except Refused as refused:
         return ModelFacts(name), list(refused.problems)
-    return ModelFacts(name, config, None if config is None else Path(name).expanduser()), []
+    return ModelFacts(name, config, None if config is None else expanded(name)), []
 
 
 def look_at_data(spec: TrainingSpec) -> tuple[DataFacts, list[Problem]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
-from pathlib import Path
 
+from soup_flows.user_file import expanded
 from soup_flows.validation.table import TRANSFORMERS, Context, Found, rule, rules_in
 
 
@@ -52,7 +52,7 @@ def pickled_weights(run: Context) -> Iterator[Found]:
 )
 def open_folder(run: Context) -> Iterator[Found]:
     """An output folder that everybody may write, without the sticky bit."""
-    folder = Path(run.spec.output_dir).expanduser()
+    folder = expanded(run.spec.output_dir)
     try:
         mode = folder.stat().st_mode
     except OSError:

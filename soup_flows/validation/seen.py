@@ -5,9 +5,13 @@ The looking is done in a child process (`soup_flows.training.look`), so that tor
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,6 +22,7 @@ from soup_flows.manifest import library_versions
 from soup_flows.paths import write_atomic
 from soup_flows.resume import digest
 from soup_flows.spec import TrainingSpec
+from soup_flows.user_file import expanded
 
 TIMEOUT_S = 180.0
 
@@ -58,9 +63,9 @@ class Seen(BaseModel):
 def seen_file(spec: TrainingSpec) -> Path | None:
     """Return where a look is kept: its name is a hash of all that it looks at; None where that is not local.
 
-    `prepare dataset` leaves it there, since its process has the libraries loaded that a look needs.
+    `prepare dataset` leaves it there: it looks while it tokenises.
     """
-    folder = Path(spec.model).expanduser()
+    folder = expanded(spec.model)
     try:
         data = entry_of(spec, folder, spec.dataset, "dataset").name
         model = [
@@ -83,31 +88,64 @@ def look(spec: TrainingSpec) -> Seen | str:
             return Seen.model_validate_json(kept.read_bytes())
         except (OSError, ValidationError):
             pass
-    seen = _look_now(spec)
-    if kept is not None and isinstance(seen, Seen):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, seen.model_dump_json())
-    return seen
-
-
-def _look_now(spec: TrainingSpec) -> Seen | str:
-    """Look in a child process, so that torch is never imported here."""
-    environ = {**run_environment(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "soup_flows.training.look"],
-            input=spec.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=True,
-            env=environ,
-        )
-        seen: Seen = Seen.model_validate_json(done.stdout)
-        return seen
-    except subprocess.TimeoutExpired:
-        return f"it took more than {TIMEOUT_S:.0f} s"
-    except subprocess.CalledProcessError as error:
-        return str((error.stderr.strip().splitlines() or ["no message"])[-1])[:300]
-    except (OSError, ValidationError) as error:
-        return str(error).splitlines()[0]
+        with _underway(spec) as found:
+            return found(kept)
+    except OSError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def looking(spec: TrainingSpec) -> Iterator[None]:
+    """Look while the block runs, and wait for it at its end; nothing is done where a look is kept or not asked for.
+
+    A look that fails leaves nothing, and is made again by whoever needs it. A block that raises ends it.
+    """
+    kept = seen_file(spec) if spec.validation.deep else None
+    if kept is None or kept.exists():
+        yield
+        return
+    with _underway(spec) as found:
+        yield
+        found(kept)
+
+
+@contextlib.contextmanager
+def _underway(spec: TrainingSpec) -> Iterator[Callable[[Path | None], Seen | str]]:
+    """Look in a child process, so that torch is never imported here.
+
+    Yields:
+        What waits for the look, keeps it in a file and returns it, or the reason where it failed.
+    """
+    end = time.monotonic() + TIMEOUT_S
+    with TemporaryFile() as asked, TemporaryFile() as said, TemporaryFile() as failed:
+        asked.write(spec.model_dump_json().encode())
+        asked.seek(0)
+        environ = {**run_environment(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        argv = [sys.executable, "-m", "soup_flows.training.look"]
+
+        def found(kept: Path | None) -> Seen | str:
+            try:
+                code = process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return f"it took more than {TIMEOUT_S:.0f} s"
+            if code:
+                failed.seek(0)
+                lines = failed.read().decode("utf-8", "replace").strip().splitlines()
+                return (lines or ["no message"])[-1][:300]
+            said.seek(0)
+            try:
+                seen = Seen.model_validate_json(said.read())
+            except ValidationError as error:
+                return str(error).splitlines()[0]
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(kept, seen.model_dump_json())
+            return seen
+
+        process = subprocess.Popen(argv, stdin=asked, stdout=said, stderr=failed, env=environ)
+        try:
+            yield found
+        finally:
+            process.kill()  # nothing happens to one that was waited for
+            process.wait()

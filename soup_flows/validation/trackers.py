@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+from soup_flows.user_file import expanded
 from soup_flows.validation.table import ANY, TRANSFORMERS, Context, Found, rule, rules_in
 
 PACKAGES = {
@@ -49,7 +50,7 @@ def no_tracker(run: Context) -> Iterator[Found]:
 )
 def no_key(run: Context) -> Iterator[Found]:
     """A tracker of a service without its key."""
-    home = Path(run.environ.get("HOME", "~")).expanduser()
+    home = expanded(run.environ.get("HOME", "~"))
     asked = set(run.spec.training.report_to)
     if "wandb" in asked and not run.environ.get("WANDB_API_KEY"):
         offline = run.environ.get("WANDB_MODE", "").lower() in ("offline", "disabled", "dryrun")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from soup_flows.launch.plan import INHERITED_RANK_VARIABLES
+from soup_flows.user_file import expanded
 from soup_flows.validation.table import ACCELERATE, ANY, TRANSFORMERS, Context, Found, rule, rules_in
 
 OWN = "SOUP_FLOWS_"
@@ -144,7 +145,7 @@ def _hub_id(run: Context) -> bool:
 def _hub_cache(run: Context) -> Path:
     """Return the Hub cache (huggingface_hub/constants.py)."""
     home = run.environ.get("HF_HOME") or f"{run.environ.get('HOME', '~')}/.cache/huggingface"
-    return Path(run.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    return expanded(run.environ.get("HF_HUB_CACHE") or f"{home}/hub")
 
 
 def _is_on(run: Context, name: str) -> bool:

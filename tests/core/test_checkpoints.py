@@ -180,7 +180,7 @@ def test_setting_aside_keeps_every_file(tmp_path: Path) -> None:
         (safetensors({"a": [2, 3]})[:-1], "announced"),
         (safetensors({"a": [2, 3]}) + b"x", "announced"),
         (safetensors({"a": [2, 3]}).replace(b"[2, 3]", b"[2, 4]"), "bytes for shape"),
-        ((2).to_bytes(8, "little") + b"[]", "no JSON object"),
+        ((2).to_bytes(8, "little") + b"[]", "instead of an object"),
     ],
 )
 def test_bad_safetensors_headers_are_explained(tmp_path: Path, content: bytes, words: str) -> None:

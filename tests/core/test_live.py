@@ -15,7 +15,10 @@ from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.outcome import classify, warn_of_exit
 from soup_flows.launch.stacks import stall_cause
 from soup_flows.live_state import LiveState, duration, live_page, summary
+from soup_flows.pages import report_page
 from soup_flows.paths import AttemptPaths
+from soup_flows.report import Point, TrainReport
+from tests.charts import without_table
 
 STACK = """Thread 0x1 (most recent call first):
   File "/x/threading.py", line 9 in wait
@@ -52,6 +55,9 @@ def test_page_has_curves_ranks_and_names_the_straggler() -> None:
     assert page.count("```mermaid") == 2
     assert len(page.split("line [", 1)[1].split("]")[0].split(",")) == 40
     assert 'x-axis "optimizer step" 1 --> 199' in page
+    assert without_table(page) == []
+    steps = re.findall(r"^\| (\d+) \| [\d.]+ \| 0.0001 \| – \|$", page, re.MULTILINE)
+    assert (len(steps), steps[0], steps[-1]) == (12, "1", "199")
     assert "rank 2" in page
     assert page.count("straggler") == 1
     assert "1.00 GiB" in page
@@ -66,6 +72,20 @@ def test_charts_hold_numbers_that_mermaid_reads() -> None:
     state = LiveState()
     state.update([{"kind": "metrics", "rank": 0, "step": 1, "loss": 3.0, "learning_rate": 1e-5}])
     assert "mermaid" not in live_page(state)
+    assert "| 1 | 3 | 1e-05 | – |" in live_page(state)
+    state.update([{"kind": "metrics", "rank": 0, "step": 2, "loss": None, "learning_rate": 1e-5}])
+    assert "| 2 | – | 1e-05 | – |" in live_page(state)  # not finite: no chart can show it
+
+
+def test_a_long_report_stays_short() -> None:
+    points = tuple(Point(step=n, loss=3 / n, learning_rate=1e-4, grad_norm=1.0) for n in range(1, 5001))
+    report = TrainReport(
+        run_id="run", run_dir="r", state="completed", steps=5000, train=points, evaluations=points[::5]
+    )
+    page = report_page(report)
+    assert without_table(page) == []
+    assert page.count("| 5000 |") == 1
+    assert page.count("\n") < 100
 
 
 def test_an_attempt_that_ended_is_not_shown_as_training() -> None:

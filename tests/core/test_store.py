@@ -19,7 +19,7 @@ from soup_flows.launch.rank import EventWriter
 from soup_flows.manifest import Manifest
 from soup_flows.mirror import LINKS, Mirror
 from soup_flows.paths import RunPaths
-from soup_flows.report import read_attempt
+from soup_flows.run_events import read_attempt
 from soup_flows.store import Store
 
 RUN = "run-1"
@@ -135,6 +135,34 @@ def test_a_url_that_cannot_be_opened_is_refused(url: str) -> None:
         pytest.skip("s3fs is here")
     with pytest.raises(Refused, match=r"STORE001.*" + url.split(":", maxsplit=1)[0]):
         Store(url, {})
+
+
+class TalkativeFileSystem(LocalFileSystem):
+    """A store whose errors say everything it was given."""
+
+    protocol = "talkative"
+
+    def put_file(self, path1: str, path2: str, callback: Any = None, **kwargs: Any) -> None:
+        raise OSError(f"403 for {path2} with {self.storage_options}")
+
+
+fsspec.register_implementation("talkative", TalkativeFileSystem, clobber=True)
+
+
+def test_what_the_store_says_holds_no_secret(paths: RunPaths, tmp_path: Path) -> None:
+    secret = {"key": "planted-key", "client": {"password": "planted-inner"}}
+    store = Store(f"talkative://{tmp_path}/share", {"endpoint": "http://e"}, secret_options=secret)
+    with pytest.raises(OSError, match="planted-key") as caught:
+        store.push_checkpoint(make_checkpoint(paths, 2), RUN, "checkpoint-2")
+    assert "planted-inner" in str(caught.value)
+    words = store.words(caught.value)
+    assert "planted" not in words
+    assert "'key': '<key>'" in words
+    assert "http://e" in words
+    with pytest.raises(Refused, match="STORE001") as refused:
+        Store("nosuch://user:planted-word@host/x?sig=planted-sig", {}, secret_options=secret)
+    assert "planted" not in str(refused.value)
+    assert "nosuch://host/x" in str(refused.value)
 
 
 def test_the_mirror_follows_the_run(store: Store, paths: RunPaths) -> None:

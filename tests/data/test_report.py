@@ -14,6 +14,7 @@ from soup_flows.data.lengths import Bin, count_packs, histogram, packed_padding_
 from soup_flows.data.page import markdown
 from soup_flows.data.report import report_on
 from soup_flows.errors import Refused
+from tests.charts import without_table
 from tests.encoded_rows import prepare
 
 ROWS = [
@@ -68,6 +69,7 @@ def test_page_cannot_be_broken_by_the_data(write, tokenizer) -> None:
     rows = [*ROWS, {"instruction": "q", "output": ["<img src=x>", "a|b", "[x](http://y)"]}]
     text = markdown(report_on(write(rows), tokenizer))
     assert "```mermaid\n%%{init" in text
+    assert without_table(text) == []
     assert "&lt;img src=x&gt;" in text
     assert "<img" not in text
     assert r"\[x\](http://y)" in text

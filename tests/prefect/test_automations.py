@@ -29,8 +29,8 @@ from soup_flows.launch import proc
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 
-pytestmark = [pytest.mark.server, pytest.mark.long]
-GENEROUS_S = 300
+pytestmark = [pytest.mark.server, pytest.mark.long, pytest.mark.timeout(1800)]
+GENEROUS_S = 600
 SHORT_S = 10.0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,13 +15,18 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.schedules import CronSchedule
+from prefect.server.events.schemas.automations import AutomationUpdate
+from prefect.server.events.schemas.automations import EventTrigger as ServerTrigger
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from soup_flows import cli
 from soup_flows.deploy import DeployRequest, block_types, deploy
+from soup_flows.deploy.automations import _spelled_out, automations
 from soup_flows.deploy.deployments import definitions, job_variables
+from soup_flows.deploy.documents import read_documents
 from soup_flows.deploy.pools import ensure_pool, job_template
 from soup_flows.errors import Refused
+from soup_flows.stored_job import read_job
 
 ROOT = Path(__file__).parents[2]
 SERVER = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
@@ -50,13 +57,25 @@ def nightly(client: SyncPrefectClient) -> tuple[Any, DeploymentSchedule]:
     return found, schedule
 
 
+def made_automations(client: SyncPrefectClient) -> dict[str, Any]:
+    return {a.name: (a.enabled, a.trigger, a.actions) for a in client.read_automations()}
+
+
 @pytest.mark.server
 @pytest.mark.usefixtures("nothing_deployed")
 def test_everything_is_there_and_twice_is_once(client: SyncPrefectClient, pool: str) -> None:
     request = DeployRequest(pool=pool, automations=True)
     shown = deploy(request, dry_run=True)
     assert not client.read_work_pools() or pool not in {p.name for p in client.read_work_pools()}
-    first, second = deploy(request), deploy(request)
+    first, made_first = deploy(request), made_automations(client)
+    second = deploy(request)
+    assert made_automations(client) == made_first
+    actions = {name: action.type for name, (_, _, (action,)) in made_first.items()}
+    assert actions == {
+        "soup-flows: restart a crashed run": "change-flow-run-state",
+        "soup-flows: cancel on a loss that is not finite": "cancel-flow-run",
+        "soup-flows: end a lost run": "change-flow-run-state",
+    }
     assert [(s.kind, s.name) for s in shown] == [(s.kind, s.name) for s in first]
     assert {step.action for step in second} <= {"keep", "update", "leave out"}
     made = client.read_work_pool(pool)
@@ -79,8 +98,9 @@ def test_everything_is_there_and_twice_is_once(client: SyncPrefectClient, pool: 
     assert found.global_concurrency_limit.limit == 1
     for kind in block_types():
         assert client.read_block_type_by_slug(kind.get_block_type_slug())
-    ours = [a for a in client.read_automations() if a.name.startswith("soup-flows: ")]
-    assert len(ours) == 3
+    assert [s.action for s in first if s.name == "soup-training-job/demo-job"] == ["create"]
+    assert [s.action for s in second if s.name == "soup-training-job/demo-job"] == ["keep"]
+    assert read_job("demo-job")["model"] == "demo://tiny-llama"
 
 
 def _names(entry: dict[str, Any]) -> set[str]:
@@ -120,6 +140,51 @@ def test_what_people_set_stays(client: SyncPrefectClient, pool: str) -> None:
     assert "--reset-pool" in steps[0].detail
     deploy(DeployRequest(pool=pool, reset_pool=True))
     assert client.read_work_pool(pool).base_job_template == job_template("process")
+
+
+@pytest.mark.server
+@pytest.mark.usefixtures("nothing_deployed")
+def test_documents_become_blocks(client: SyncPrefectClient, pool: str, tmp_path: Path) -> None:
+    (tmp_path / "demo-job.yaml").write_text("{model: m, dataset: d, gpus: 3}")
+    (tmp_path / "box.placement.yaml").write_text("output_dir: /data/out")
+    request = DeployRequest(pool=pool, blocks=str(tmp_path))
+    steps = {s.name: s.action for s in deploy(request) if s.kind == "block"}
+    assert steps == {"soup-training-job/demo-job": "create", "soup-placement/box": "create"}
+    assert read_job("demo-job") == {"model": "m", "dataset": "d", "gpus": 3}
+    deploy(DeployRequest(pool=pool))
+    assert read_job("demo-job")["gpus"] == 3  # what is there is kept
+    (tmp_path / "demo-job.yaml").write_text("{model: m, dataset: d, gpus: 5}")
+    steps = {s.name: s.action for s in deploy(request) if s.kind == "block"}
+    assert set(steps.values()) == {"update"}
+    assert read_job("demo-job")["gpus"] == 5  # but the file is what counts where it is named
+
+
+def test_every_wrong_document_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"DEPLOY009.*--blocks: there is no"):
+        read_documents(tmp_path)
+    for name, text in {
+        "a.yaml": "{model: m, dataset: d, gpus: 0}",
+        "b.placment.yaml": "output_dir: x",
+        "c.placement.yaml": "{output_dirs: x, omp_num_threads: 0}",
+        "d.checkpoint-store.yaml": "{url: 's3://b', secret_options: {key: k}}",
+        "e.yaml": "[",
+        "f.experiment-tracker.yaml": "kind: mlflow",
+    }.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(Refused) as caught:
+        read_documents(tmp_path)
+    found = [(p.field, p.message + " " + p.fix) for p in caught.value.problems]
+    for field, words in (
+        ("a.yaml: gpus", "0"),
+        ("b.placment.yaml: file", "did you mean 'placement'"),
+        ("c.placement.yaml: output_dirs", "did you mean 'output_dir'"),
+        ("c.placement.yaml: output_dir", "required"),
+        ("c.placement.yaml: omp_num_threads", "greater than or equal to 1"),
+        ("d.checkpoint-store.yaml: secret_options", "give it in Prefect's page"),
+        ("e.yaml: file", "line 1"),
+    ):
+        assert any(f == field and words in text for f, text in found), (field, found)
+    assert not any("f.experiment" in field for field, _ in found)
 
 
 @pytest.mark.server
@@ -163,6 +228,7 @@ def test_the_command(client: SyncPrefectClient, pool: str, capsys: pytest.Captur
         (["--notify", "a/b"], "DEPLOY005"),
         (["--type", "docker"], "DEPLOY006"),
         (["--schedule", "at noon"], "DEPLOY008"),
+        (["--blocks", "no/such/folder"], "DEPLOY009"),
         (["--schedule", "0 1 * * *", "--timezone", "Mars/Base"], "DEPLOY008"),
     ):
         assert cli.main([*given, *wrong]) == 2
@@ -173,6 +239,41 @@ def test_the_command(client: SyncPrefectClient, pool: str, capsys: pytest.Captur
 def test_without_a_server_it_says_so(url: str | None, rule: str) -> None:
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(Refused, match=rule):
         deploy(DeployRequest())
+
+
+@pytest.mark.parametrize(("code", "words"), [(401, "PREFECT_API_AUTH_STRING"), (422, "version")])
+def test_a_server_that_refuses_is_told(code: int, words: str) -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(b"not you")
+
+        def log_message(self, *_: Any) -> None:
+            """Be quiet."""
+
+    server = HTTPServer(("127.0.0.1", 0), Refuses)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/api"
+    with temporary_settings({PREFECT_API_URL: url}), pytest.raises(Refused, match="DEPLOY010") as caught:
+        deploy(DeployRequest())
+    server.shutdown()
+    assert f"answers {code}: not you" in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_server_takes_an_automation_as_it_was_meant() -> None:
+    """What the client sends for an update, read as the server reads it."""
+    for wanted in automations(DeployRequest(automations=True), uuid4()):
+        sent = _spelled_out(wanted, enabled=False).model_dump(mode="json", exclude_unset=True)
+        taken = AutomationUpdate.model_validate(sent)
+        assert not taken.enabled
+        assert [a.type for a in taken.actions] == [a.type for a in wanted.actions]
+        assert taken.trigger.model_dump(mode="json", exclude={"id"}) == (
+            ServerTrigger.model_validate(wanted.trigger.model_dump(mode="json")).model_dump(
+                mode="json", exclude={"id"}
+            )
+        )
 
 
 def test_the_classic_file_is_the_same_file() -> None:

@@ -141,6 +141,10 @@ ELSEWHERE = {
     "prefect worker start --pool gpu": (
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model"
     ),
+    "prefect flow-run": "needs runs; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder",
+    "prefect deployment schedule": (
+        "needs a server; tests/prefect/test_wheel.py::test_the_page_from_an_empty_folder"
+    ),
     "prefect deployment run": (
         "needs a worker; tests/prefect/test_docs.py::test_runs_of_deployments_are_accepted checks each, "
         "tests/prefect/test_deployment.py::test_deployment_run_ends_with_a_model runs one"
@@ -151,8 +155,8 @@ ELSEWHERE = {
     "prefect deploy --prefect-file deployments/prefect.yaml --all": (
         "asks questions on a terminal; the same as above without them"
     ),
-    "python blocks/register_blocks.py": "tests/prefect/test_blocks.py::test_the_documents_are_right",
     "python benchmarks/": "measures for minutes; the page has its figures",
+    "python -m benchmarks": "measures for minutes; tests/core/test_benchmarks.py::test_the_page_is_current",
     "python -m soup_flows.training.look": "tests/validation/test_deep.py::test_validate_looks_only_when_asked",
     "python -m soup_flows.validation": "tests/validation/test_pages.py::test_page_is_current",
     "python3 -m venv": "sets a machine up",
@@ -235,7 +239,7 @@ def folder(assets: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def arguments(command: str, folder: Path) -> list[str]:
     """Return the command's arguments, with the page's absolute paths and placeholders in the test's folder."""
-    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one"}
+    meant = {"FILE": "rows.jsonl", "MODEL": "./llama", "RUN_DIR": "runs/one", "DIR": str(ROOT / "blocks")}
     words = [meant.get(word, word) for word in shlex.split(command)[1:]]
     return [re.sub(r"^/(models|data)/", rf"{folder}/\1/", word) for word in words]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from prefect.types import SecretDict
 from pydantic import SecretStr
 
 from soup_flows.artifacts import load_run_config
-from soup_flows.blocks import CheckpointStore, HuggingFaceCredentials
+from soup_flows.blocks import CheckpointStore, ExperimentTracker, HuggingFaceCredentials
 from soup_flows.flows import soup_train
 from soup_flows.pipelines import finetune_pipeline
 from soup_flows.report import TrainReport
@@ -43,9 +44,33 @@ def artifacts_of(state: State[Any]) -> dict[str, Any]:
         }
 
 
-TOKENS = {"WANDB_API_KEY": "planted-wandb-1f4e", "AWS_SECRET_ACCESS_KEY": "planted-aws-77aa",
-          "SOME_OTHER_SECRET": "planted-other-e0e0"}  # fmt: skip
-HUB_TOKEN, STORE_SECRET = "planted-hub-93bc", "planted-store-20d1"  # the start is looked for
+TOKENS = {
+    "HUGGING_FACE_HUB_TOKEN": "planted-hub-of-the-worker-1f4e",
+    "AWS_SECRET_ACCESS_KEY": "planted-aws-77aa",
+    "SOME_OTHER_SECRET": "planted-other-e0e0",
+    "SOME_ADDRESS": "http://user:planted-password-51d1@host:5000/x",
+    "PREFECT_API_KEY": "planted-prefect-0b7c",
+}
+HUB_TOKEN, STORE_SECRET, TRACKER_KEY = "planted-hub-93bc", "planted-store-20d1", "planted-tracker-c3a5"
+SECRETS = (*(value for value in TOKENS.values() if "://" not in value), "planted-password-51d1", HUB_TOKEN,
+           STORE_SECRET, TRACKER_KEY)  # fmt: skip
+
+# The least of wandb that Trainer asks for, and a library that says everything it was given, as text and as a warning.
+TRACKER = """
+import os, warnings
+run = None
+class Config(dict):
+    def update(self, *args, **kwargs): pass
+config = Config()
+def init(**given):
+    global run
+    said = f"{given} {dict(os.environ)}"
+    print("wandb is told", said, flush=True)
+    warnings.warn(said)
+    run = type("Run", (), {"_label": staticmethod(lambda **_: None)})
+def log(values): print("wandb gets", sorted(values))
+def finish(): pass
+"""
 
 
 class CommandLines(threading.Thread):
@@ -67,15 +92,24 @@ class CommandLines(threading.Thread):
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dict[str, str], CommandLines]]:
-    """Secrets in every place where they may enter: environment and blocks."""
+    """Secrets in every place where they may enter: environment, addresses, blocks; ranks that print them all."""
     for name, value in TOKENS.items():
         monkeypatch.setenv(name, value)
-    HuggingFaceCredentials(token=SecretStr(HUB_TOKEN)).save("planted-hub", overwrite=True)
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "wandb.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/packages{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("WANDB_WATCH", "false")
+    ExperimentTracker(kind="wandb", api_key=SecretStr(TRACKER_KEY), project="p").save(
+        "planted-tracker-block", overwrite=True
+    )
+    HuggingFaceCredentials(token=SecretStr(HUB_TOKEN)).save("planted-hub-block", overwrite=True)
     url, secret = f"file://{tmp_path}/share", SecretDict({"secret": STORE_SECRET})
-    CheckpointStore(url=url, secret_options=secret).save("planted-store", overwrite=True)
+    CheckpointStore(url=url, secret_options=secret).save("planted-store-block", overwrite=True)
     lines = CommandLines()
     lines.start()
-    yield {"hugging_face": "planted-hub", "checkpoint_store": "planted-store"}, lines
+    yield {"hugging_face": "planted-hub-block", "checkpoint_store": "planted-store-block",
+           "tracker": "planted-tracker-block"}, lines  # fmt: skip
     lines.ended.set()
 
 
@@ -83,12 +117,12 @@ def assert_nowhere(folder: Path, lines: CommandLines, databases: Mapping[str, by
     """No secret is in a file of the run, in the server's database, or was in a command line."""
     lines.ended.set()
     lines.join()
-    secrets = [value.encode() for value in (*TOKENS.values(), HUB_TOKEN, STORE_SECRET)]
+    secrets = [value.encode() for value in SECRETS]
     assert not [line for line in lines.found if any(secret in line for secret in secrets)]
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) > 20
     # the block's name is; so we look right
-    assert any(b"planted-store" in content for content in databases.values())
+    assert any(b"planted-store-block" in content for content in databases.values())
     for place, content in ({str(file): file.read_bytes() for file in files} | {**databases}).items():
         assert not [secret for secret in secrets if secret in content], place
 
@@ -124,11 +158,17 @@ def test_a_run_leaves_its_config_report_and_log_and_no_secret(
     with get_client(sync_client=True) as client:
         logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run_id])))
     assert any("step 4/4" in log.message for log in logs)
+    said = next(log.message for log in logs if "wandb is told" in log.message)
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "SOME_OTHER_SECRET"):
+        assert f"<{name}>" in said
+    assert "user:<SOME_ADDRESS>@host" in said
+    assert "PREFECT_API_KEY" not in said
+    assert any("wandb gets" in log.message for log in logs)
 
     assert [mirrored.what for mirrored in report.mirrored][-1] == "model"
     assert "in the checkpoint store" in page
     assert (tmp_path / "share" / str(run_id) / "model" / "config.json").is_file()
-    assert "HF_TOKEN" in config.launch.secrets
+    assert {"HF_TOKEN", "WANDB_API_KEY"} <= set(config.launch.secrets)
     assert_nowhere(tmp_path, planted[1], stored())
 
 

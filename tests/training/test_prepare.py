@@ -44,7 +44,7 @@ def stamps(data: PreparedData) -> dict[str, int]:
 
 @pytest.mark.ranks
 def test_a_second_call_tokenises_nothing(
-    spec: Callable[..., TrainingSpec], assets: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    spec: Callable[..., TrainingSpec], assets: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cached_data(spec()) is None
     first = prepare_data(spec(eval_dataset=assets["eval_dataset"]))  # in a process of its own
@@ -53,6 +53,9 @@ def test_a_second_call_tokenises_nothing(
     assert tasks.prepare_dataset.fn(spec(eval_dataset=assets["eval_dataset"])) == first
     assert stamps(first) == written
     assert first.train_rows == first.train.rows == len(lines(assets["dataset"]))
+    here = prepare_here(spec(cache_dir=str(tmp_path / "other")))  # with torch; that process has none
+    for name in ("lengths.bin", "ids.bin", "labels.bin"):
+        assert (Path(here.train.entry) / name).read_bytes() == (Path(first.train.entry) / name).read_bytes()
     assert first.eval_rows == len(lines(assets["eval_dataset"]))
     monkeypatch.setattr("sys.executable", "/nothing")  # what the validation looks at was left there too
     seen = look(spec(eval_dataset=assets["eval_dataset"]))

@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from soup_flows.spec import parse_spec
 from soup_flows.validation import seen as seen_module
 from soup_flows.validation import validate
 from soup_flows.validation.deep import RULES, Sight, check_deep
-from soup_flows.validation.seen import Seen, look
+from soup_flows.validation.seen import Seen, look, looking, seen_file
 from tests.models import changed_model
 from tests.validation.deep_pairs import SEEN, SEEN_PAIRS
 from tests.validation.world import CHAT, machine, rows_file, run
@@ -79,6 +80,22 @@ def test_a_look_that_takes_too_long_is_said(spec_of: Any, monkeypatch: pytest.Mo
     problems = check_deep(spec_of(), "ddp")
     assert [(problem.id, problem.severity) for problem in problems] == [("DP009", "warning")]
     assert "it took more than" in problems[0].message
+
+
+def test_a_look_ends_with_what_it_ran_beside(spec_of: Any, tmp_path: Path) -> None:
+    spec = spec_of(output_dir=str(tmp_path))
+    children: list[psutil.Process] = []
+
+    def fail() -> None:
+        with looking(spec):
+            children.extend(psutil.Process().children())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [child.is_running() for child in children] == [False]
+    assert seen_file(spec) is not None
+    assert not list((tmp_path / "cache").rglob("*.json"))
 
 
 @pytest.mark.ranks

@@ -6,7 +6,6 @@ whether a run succeeded is read from that directory, never from an exit code or 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from soup_flows.errors import Problem
+from soup_flows.json_text import parse_json
 from soup_flows.launch.events import last_lines
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.paths import AttemptPaths, RunPaths
@@ -117,7 +117,7 @@ def read_logs(attempt: AttemptPaths, count: int) -> list[LogLine]:
 def finished(attempt: AttemptPaths) -> bool:
     """Whether the ranks saved and verified the model: the only proof of success."""
     try:
-        value = json.loads(attempt.result.read_text())
+        value = parse_json(attempt.result.read_text())
     except (OSError, ValueError):
         return False
     return isinstance(value, dict) and value.get("finished") is True

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import ValidationError
 
 from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import Handle, LogLine, State, Status, finished, read_logs
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.receipt import collect_receipts, new_receipt
@@ -251,7 +251,7 @@ class ClusterEngine(abc.ABC):
     def _present(self, handle: Handle) -> int:
         """Return the attempt that the job is in: it writes the launch plan anew when it is started again."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            self._number = int(json.loads(handle.paths.launch.read_text())["attempt"])
+            self._number = int(parse_json(handle.paths.launch.read_text())["attempt"])
         return self._number
 
     def _file(self, paths: RunPaths) -> Path:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from soup_flows.json_text import parse_json
 from soup_flows.launch.engines import State
 from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.ray_settings import RaySettings
@@ -124,7 +125,7 @@ class Dashboard:
         try:
             if code != 200:
                 raise ValueError(text[:300])
-            return json.loads(text)
+            return parse_json(text)
         except ValueError as error:
             raise Unanswered(f"the Ray dashboard at {self.address} says {code}: {error}") from None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from soup_flows.launch.engines import State
 from soup_flows.launch.plan import PASSED_BY_VALUE, LaunchPlan
+from soup_flows.units import whole
 
 SCRIPT, LOG = "slurm.sh", "slurm.log"
 """Files in the run directory: what was submitted, and what the batch script printed."""
@@ -72,12 +73,8 @@ def parse_scontrol(text: str) -> Job | None:
     if "JobState" not in found:
         return None
     reason = found.get("Reason", "")
-    restarts = found.get("Restarts", "0")
-    return Job(
-        found["JobState"],
-        "" if reason in ("None", "(null)") else reason,
-        int(restarts) if restarts.isdecimal() else 0,
-    )
+    restarts = whole(found.get("Restarts", ""))
+    return Job(found["JobState"], "" if reason in ("None", "(null)") else reason, restarts or 0)
 
 
 def parse_squeue(text: str) -> dict[str, str]:
@@ -125,21 +122,21 @@ def parse_sinfo(text: str) -> list[NodeGroup]:
         if len(parts) != 6:
             continue
         name, nodes, cpus, memory, gres, limit = parts
-        numbers = [value.rstrip("+") for value in (nodes, cpus, memory)]  # `8+`: these differ, 8 is the least
-        if all(value.isdecimal() for value in numbers):
-            count, cores, mib = map(int, numbers)
+        # `8+`: these differ, 8 is the least
+        count, cores, mib = (whole(value.rstrip("+")) for value in (nodes, cpus, memory))
+        if count is not None and cores is not None and mib is not None:
             groups.append(NodeGroup(name, count, cores, mib, _gpus(gres), minutes(limit)))
     return groups
 
 
 def _gpus(gres: str) -> int:
     """Count the GPUs in `gpu:a100:4(S:0-1),gpu:2,shard:8`."""
-    return sum(int(n) for n in re.findall(r"(?:^|,)gpu(?::[^,:()]+)?:(\d+)", gres))
+    return sum(int(n) for n in re.findall(r"(?:^|,)gpu(?::[^,:()]+)?:([0-9]{1,9})", gres))
 
 
 def minutes(limit: str) -> int | None:
     """Read a time limit as `sinfo` prints it, `[days-]hours:minutes:seconds` or `minutes:seconds`, in minutes."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit.strip())
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?(?:([0-9]{1,9}):)?([0-9]{1,9}):([0-9]{1,9})", limit.strip())
     if match is None:
         return None
     days, hours, mins, _ = (int(part or 0) for part in match.groups())

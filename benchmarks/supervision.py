@@ -1,7 +1,5 @@
 """What supervision costs against plain torchrun: time to the first rank's first line, time per step, memory.
 
-    python benchmarks/launch_overhead.py [--pairs 5] [--steps 300] [--lines-per-minute 0] [--json]
-
 Both start the same program on two CPU ranks, in turn, in one run of this script, so that a loaded machine slows
 both. The program prints a line first, then makes steps that compute for a while and meet in a collective, and
 prints as many lines as are asked for. Under supervision each step also beats and writes an event, as the rank
@@ -19,13 +17,13 @@ import logging
 import os
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
+from benchmarks.harness import Result, Row, keep, say, spread
 from soup_flows.attempt import run_attempt
 from soup_flows.launch.leases import LEASE_DIR
 from soup_flows.launch.plan import PACKAGE_ROOT, LeaseSettings, build_launch_plan, elastic_argv
@@ -117,17 +115,16 @@ def measured(out: Path, begun: float) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Run the pairs and print what supervision adds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what can be chosen."""
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lines-per-minute", type=int, default=0, help="that every rank prints")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    """Run the pairs, plain and supervised in turn."""
+    rows: list[Row] = []
     with TemporaryDirectory() as temporary:
         os.environ[LEASE_DIR] = f"{temporary}/leases"
         program, out = Path(temporary) / "program.py", Path(temporary) / "out.json"
@@ -135,37 +132,34 @@ def main() -> None:
         given = [str(arguments.steps), str(arguments.lines_per_minute)]
         for pair in range(arguments.pairs):
             order = (plain, supervised) if pair % 2 == 0 else (supervised, plain)
-            rows.append({kind.__name__: kind(program, out, given) for kind in order})
-    found = {
-        "added_start_s": statistics.median(r["supervised"]["start_s"] - r["plain"]["start_s"] for r in rows),
-        "added_start_best_s": best(rows, "supervised", "start_s") - best(rows, "plain", "start_s"),
-        **{
-            f"added_{name}_{how}": value
-            for name in ("step_s", "step_median_s", "step_mean_s")
-            for how, value in (
-                ("share", statistics.median(r["supervised"][name] / r["plain"][name] - 1 for r in rows)),
-                ("best_share", best(rows, "supervised", name) / best(rows, "plain", name) - 1),
-            )
-        },
-        "supervisor_mb": max(r["supervised"]["supervisor_mb"] for r in rows),
-        "supervisor_cpu_share": statistics.median(r["supervised"]["supervisor_cpu_share"] for r in rows),
-    }
-    if arguments.json:
-        print(json.dumps({**found, "pairs": rows}, indent=2))
-        return
-    print("first line: {added_start_s:+.2f} s (best of each {added_start_best_s:+.2f} s)".format(**found))
-    for name, what in (("step_s", "10th percentile"), ("step_median_s", "median"), ("step_mean_s", "mean")):
-        share, best_share = found[f"added_{name}_share"], found[f"added_{name}_best_share"]
-        print(f"step, {what}: {share:+.2%} (best of each {best_share:+.2%})")
-    print(
-        f"supervisor: {found['supervisor_mb']:.1f} MB at most, {found['supervisor_cpu_share']:.2%} of a core"
-    )
+            row: Row = {"steps": arguments.steps, "lines_per_minute": arguments.lines_per_minute}
+            row |= {kind.__name__: kind(program, out, given) for kind in order}
+            say(row)
+            rows.append(row)
+    return keep("supervision", rows, add=arguments.add)
 
 
-def best(rows: list[dict[str, Any]], kind: str, name: str) -> float:
+def summary(result: Result) -> list[dict[str, Any]]:
+    """Return what supervision adds, by the lines that every rank printed a minute."""
+    found = []
+    for lines in sorted({row["lines_per_minute"] for row in result.rows}):
+        rows = [row for row in result.rows if row["lines_per_minute"] == lines]
+        starts = [row["supervised"]["start_s"] - row["plain"]["start_s"] for row in rows]
+        steps = [row["supervised"]["step_mean_s"] / row["plain"]["step_mean_s"] - 1 for row in rows]
+        found.append(
+            {
+                "lines_per_minute": lines,
+                "pairs": len(rows),
+                "added_start_s": spread(starts),
+                "added_start_best_s": best(rows, "supervised", "start_s") - best(rows, "plain", "start_s"),
+                "added_step_share": spread(steps),
+                "supervisor_mb": max(row["supervised"]["supervisor_mb"] for row in rows),
+                "supervisor_cpu_share": spread([row["supervised"]["supervisor_cpu_share"] for row in rows]),
+            }
+        )
+    return found
+
+
+def best(rows: list[Row], kind: str, name: str) -> float:
     """Return the smallest value, which other load on the machine has disturbed least."""
     return min(float(row[kind][name]) for row in rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What this package costs and gains, measured: `python -m benchmarks --help`."""
