@@ -25,7 +25,7 @@ test: $(VENV)/installed-dev
 test-long: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m long --ignore=tests/engines $(ARGS)
 
-test-engines: $(VENV)/installed-dev
+test-engines: $(VENV)/installed-ray
 	$(BIN)/python -m pytest tests/engines $(ARGS)
 
 bench: $(VENV)/installed-dev
@@ -63,6 +63,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/pip install -q --no-compile -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+$(VENV)/installed-ray: $(VENV)/installed-dev
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e ".[ray]"
 	touch $@
 
 docs: $(VENV)/installed-docs

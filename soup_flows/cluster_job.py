@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from soup_flows.attempts import reconcile
 from soup_flows.launch.plan import LaunchPlan, Rendezvous, elastic_argv
@@ -33,7 +34,11 @@ def read_launch(paths: RunPaths) -> LaunchPlan:
 
 
 def next_attempt(
-    paths: RunPaths, launch: LaunchPlan, title: str, plan: ShardingPlan | None = None
+    paths: RunPaths,
+    launch: LaunchPlan,
+    title: str,
+    plan: ShardingPlan | None = None,
+    receipt: dict[str, Any] | None = None,
 ) -> LaunchPlan:
     """Write the files of the attempt after one that the cluster ended.
 
@@ -42,6 +47,7 @@ def next_attempt(
         launch: the attempt that ended.
         title: what people call the cluster.
         plan: what is computed from here on, where that differs, such as on fewer hosts.
+        receipt: how the attempt ended, where that is known; a host that was cut off may write over it later.
 
     Returns:
         Its launch plan.
@@ -50,7 +56,7 @@ def next_attempt(
         Refused: if the run's own checkpoint does not fit any more.
     """
     if launch.attempt_paths.root.exists():
-        _say_why(launch, title)
+        write_json(launch.attempt_paths.receipt, receipt or _why(launch, title))
     spec = TrainingSpec.model_validate_json(paths.spec.read_bytes())
     old = Orders.model_validate_json(paths.orders.read_bytes())
     reconcile(paths, spec.recovery, state="cancelled")
@@ -76,16 +82,15 @@ def next_attempt(
     return again
 
 
-def _say_why(launch: LaunchPlan, title: str) -> None:
-    """Keep in the ended attempt's receipt that it was the cluster that ended it."""
-    attempt = launch.attempt_paths
-    receipt = collect_receipts(attempt)
+def _why(launch: LaunchPlan, title: str) -> dict[str, Any]:
+    """Return the ended attempt's receipt, which says that it was the cluster that ended it."""
+    receipt = collect_receipts(launch.attempt_paths)
     if not receipt:
         words = f"{title} started the job again, and no host had left a receipt"
         receipt = new_receipt(launch.run_id) | {"reason": "node_lost", "detail": words, "survivors": []}
     elif receipt["reason"] in ("signal", "holder_gone", "stopped"):
         receipt |= {"reason": "preempted", "detail": f"{title} ended the job and started it again"}
-    write_json(attempt.receipt, receipt)
+    return receipt
 
 
 def ask_to_save(paths: RunPaths) -> None:

@@ -90,9 +90,11 @@ class Attempt:
     def _look(self) -> list[Seen]:
         """Ask the machines about themselves."""
         paths = self.launch.paths
+        run_id = self.launch.run_id
+        markers = [run_id, *(f"{run_id}.{number}" for number in range(self.launch.ray.nodes))]
         word, since = leave_word(paths), time.time()
         try:
-            answers = [host.look.remote(self.launch.run_dir, word) for host in self._hosts]
+            answers = [host.look.remote(self.launch.run_dir, word, markers) for host in self._hosts]
             while ray.wait(answers, num_returns=len(answers), timeout=1.0)[1]:
                 if told := self._told():
                     raise Unfit(told)

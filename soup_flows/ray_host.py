@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from soup_flows.cluster_job import free_port, on_host
 from soup_flows.launch.engines import finished
 from soup_flows.launch.plan import LaunchPlan, Rendezvous
 from soup_flows.launch.run import run
+from soup_flows.launch.supervised import sweep
 from soup_flows.manifest import library_versions
 from soup_flows.paths import RunPaths
 
@@ -52,12 +54,19 @@ class Host:
         self.address, self.node = address, node
         self._reason: str | None = None
 
-    def look(self, run_dir: str, word: str) -> str:
-        """Say what this machine is; `word` stands in a file of the run directory.
+    def look(self, run_dir: str, word: str, markers: Sequence[str]) -> str:
+        """Say what this machine is, after everything that is left here of the run has been ended.
+
+        Args:
+            run_dir: the run directory.
+            word: stands in a file of it.
+            markers: of the run's processes; a machine may have had another number in the attempt before.
 
         Returns:
             `Seen` as JSON.
         """
+        for marker in markers:
+            sweep(marker)
         paths = RunPaths(Path(run_dir))
         return Seen(
             name=socket.gethostname(),

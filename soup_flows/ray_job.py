@@ -35,8 +35,6 @@ from soup_flows.ray_elastic import Sizes, count
 from soup_flows.resume import Orders
 from soup_flows.spec import TrainingSpec
 
-GROW_AFTER_S = 20.0
-"""Seconds for which there has to be room before the ranks are stopped to use it."""
 TOLD = "TerminationSignal: SIGTERM from Ray"
 """Reason of a stop that Ray asked for; whose wish it was, the flow knows."""
 
@@ -51,6 +49,8 @@ class Job:
         self.bundle = per_machine(self.launch)
         self.told: str | None = None
         self.starts = 0
+        self.ended: dict[str, Any] | None = None
+        """How the attempt before ended."""
         self.done = False
         """Whether a machine saw the result, which this one may see later."""
         self.growing = False
@@ -69,7 +69,7 @@ class Job:
             before = start_step(self.paths) if again else 0
             if again or nodes != self.launch.nodes:
                 plan = self.sizes.plan(nodes) if self.sizes else None
-                self.launch = next_attempt(self.paths, self.launch, "Ray", plan)
+                self.launch = next_attempt(self.paths, self.launch, "Ray", plan, self.ended)
             fruitless = fruitless + 1 if again and start_step(self.paths) <= before else 0
             if fruitless and fruitless > max_retries(self.paths):
                 say(f"no checkpoint was made in {fruitless} attempts, so that no other is begun")
@@ -119,7 +119,7 @@ class Job:
     def why_it_waits(self, nodes: int) -> str:
         """Say what is asked for, and how much of it there is room for; a text that does not change often."""
         room = count(list(available_resources_per_node().values()), self.bundle)
-        return f"{nodes} machine(s) with {in_words(self.bundle)} are asked for, {room} have room at present"
+        return f"{nodes} machine(s) with {in_words(self.bundle)} are asked for; machines with room at present: {room}"
 
     def grow(self, nodes: Sequence[str]) -> None:
         """Have the ranks save and end when there has been room for more machines for some time.
@@ -135,7 +135,7 @@ class Job:
             self.room_since = None
         elif self.room_since is None:
             self.room_since = time.monotonic()
-        elif time.monotonic() - self.room_since > GROW_AFTER_S:
+        elif time.monotonic() - self.room_since > self.launch.ray.patience_s:
             say("there is room for more machines: the ranks save, and go on with them")
             self.growing = True
             ask_to_save(self.paths)
@@ -181,9 +181,9 @@ class Job:
                     "detail": f"saved at step {step} to go on with more machines",
                 }
                 again = True
-        if receipt:
-            attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if receipt and attempt.root.exists():  # else it never began, and the next one has its number
             write_json(attempt.receipt, receipt)
+        self.ended = receipt or None
         say(
             f"attempt {self.launch.attempt}: {receipt.get('reason', 'no receipt')} {receipt.get('detail', '')}"
         )

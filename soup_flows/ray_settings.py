@@ -27,7 +27,8 @@ class RaySettings(Group):
     """Goes on with this many when machines are lost, and grows back when they return; the global batch is kept.
     Waits for all of them when empty."""
     patience_s: float = Field(60.0, ge=1, title="Wait for missing machines (seconds)")
-    """How long to wait for all machines before going on with fewer, where `min_nodes` allows that."""
+    """How long to wait for all machines before going on with fewer, where `min_nodes` allows that, and for how long
+    there has to be room for more before the run stops to use it."""
     cpus_per_node: int | None = Field(None, ge=1, le=4096, title="CPU cores per machine")
     """Cores that are reserved on each machine; the threads of its ranks when empty."""
     memory_gib: int | None = Field(None, ge=1, le=65_536, title="Memory per machine (GiB)")

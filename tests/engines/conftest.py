@@ -192,16 +192,23 @@ def zygote() -> Iterator[Path]:
 def make(
     parameters: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, zygote: Path
 ) -> Maker:
-    """Return a new run of `STEPS` steps that saves every `EVERY`.
+    """Return a new run of `steps` steps that saves every `every`.
 
     Its ranks are forked from the zygote, unless torch elastic is asked for, which users have.
     """
 
-    def build(engine_name: str, preset: str = "zero2", elastic: bool = False, **launcher: Any) -> Run:
-        values = parameters(preset, tmp_path_factory.mktemp("engines"), max_steps=STEPS)
+    def build(
+        engine_name: str,
+        preset: str = "zero2",
+        elastic: bool = False,
+        steps: int = STEPS,
+        every: int = EVERY,
+        **launcher: Any,
+    ) -> Run:
+        values = parameters(preset, tmp_path_factory.mktemp("engines"), max_steps=steps)
         values["data"] |= {"max_length": 96}
         values["validation"] = {"deep": False}
-        values["recovery"] = {"save_steps": EVERY, "backoff_s": 0}
+        values["recovery"] = {"save_steps": every, "backoff_s": 0}
         values["launcher"] = {"engine": engine_name, "omp_num_threads": 1, "stop_budget_s": 25, **launcher}
         return Run(parse_spec(values), None if elastic else zygote)
 
