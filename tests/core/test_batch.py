@@ -51,6 +51,20 @@ def test_impossible_batches_are_refused_with_possible_ones(batch: int, world: in
         assert batch_arithmetic(batch, int(text)).world_size == int(text)
 
 
+@pytest.mark.parametrize(
+    ("batch", "world", "fix"),
+    [
+        (12, 5, "use a global batch of 10 or 15, or 4 or 6 ranks"),
+        (3, 8, "use a global batch of 8, or 3 ranks"),
+        (7, 2, "use a global batch of 6 or 8, or 1 or 7 ranks"),
+    ],
+)
+def test_the_nearest_possible_numbers_are_named_and_no_others(batch: int, world: int, fix: str) -> None:
+    with pytest.raises(Refused) as caught:
+        batch_arithmetic(batch, world)
+    assert caught.value.problems[0].fix == fix
+
+
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "8", None])
 def test_what_is_no_positive_whole_number_is_refused(wrong: object) -> None:
     with pytest.raises(Refused, match="global_batch_size"):

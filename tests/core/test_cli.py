@@ -194,6 +194,7 @@ def test_problems_fit_the_terminal() -> None:
     assert " ".join(text.split()).count("word") == 80
 
 
+@pytest.mark.ranks  # imports torch in a process of its own
 def test_plan_builds_what_the_demo_names(tmp_path: Path) -> None:
     demo = ["--model", "demo://tiny-llama", "--dataset", "demo://stdlib-qa", "--output_dir", str(tmp_path)]
     assert main(["plan", *demo, "--deepspeed", "zero2", "--gpus", "2", "--set", "device=cpu"]) == 0
