@@ -1,9 +1,9 @@
 """Real tokens per second and per processor second, against other trainers on the same rows, in turn.
 
-Every run has two CPU ranks of one thread, fp32, one epoch. Padded runs have 8 rows a rank and step, packed ones 2
-packs of 512 tokens, so that a step has about as many tokens. Tokens that are no padding are counted inside
-`Trainer.training_step` by a hook that changes nothing else. A rank's processor time is steadier than the wall clock
-where other programs run.
+Every run has two CPU ranks of one thread, fp32, one epoch, and saves no checkpoint. Padded runs have 8 rows a rank
+and step, packed ones 2 packs of 512 tokens, so that a step has about as many tokens. Tokens that are no padding are
+counted inside `Trainer.training_step` by a hook that changes nothing else. A rank's processor time is steadier than
+the wall clock where other programs run.
 """
 
 from __future__ import annotations

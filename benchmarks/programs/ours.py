@@ -1,8 +1,8 @@
 """This package on two CPU ranks: `ours.py ASSETS OUT tasks|flow [STEPS]`.
 
-One thread a rank, fp32, 16 rows per optimizer step, at most 512 tokens a row: what plain `Trainer` with 8 rows a
-rank does. `tasks` calls the tasks without Prefect's server, `flow` is the flow with the server of PREFECT_API_URL.
-When each part began is left in OUT/phases.json, Unix seconds.
+One thread a rank, fp32, 16 rows per optimizer step, at most 512 tokens a row, no checkpoints: what plain `Trainer`
+with 8 rows a rank does. `tasks` calls the tasks without Prefect's server, `flow` is the flow with the server of
+PREFECT_API_URL. When each part began is left in OUT/phases.json, Unix seconds.
 """
 
 import json
@@ -37,6 +37,7 @@ values: dict[str, Any] = {
     "device": "cpu",
     "training": training,
     "data": {"max_length": 512},
+    "recovery": {"save_steps": 0},
     "launcher": {"omp_num_threads": 1},
 }
 
