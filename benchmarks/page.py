@@ -70,6 +70,8 @@ def throughput_table(result: Result) -> str:
     ]
     more = table(["soup-flows against", "goal", "per CPU second", "per second", "first step"], ratios)
     size = f"{harness.largest(result)[0]['rows']:,} rows."
+    noted = [f"{row['run']}, round {row['round']}: {row['note']}." for row in result.rows if "note" in row]
+    size = " ".join([size, *noted])
     return f"{size}\n\n{table(head, rows)}\n\nMedians of the rounds that have both, ours divided by theirs:\n\n{more}"
 
 
