@@ -133,9 +133,9 @@ def _write_config(root: Path, port: int) -> None:
     (root / "slurm.conf").write_text(text)
 
 
-def free_ports(count: int) -> int:
+def free_ports(count: int, above: int = 16000) -> int:
     """Return the first of `count` free ports in a row, outside those that the kernel hands out."""
-    for first in range(16000 + os.getpid() % 1000 * 10, 31000, 10):
+    for first in range(above + os.getpid() % 1000 * 10, 31000, 10):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 held.enter_context(socket.create_server(("127.0.0.1", port)))

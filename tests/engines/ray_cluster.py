@@ -39,7 +39,7 @@ class RayCluster:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.port = free_ports(40)
+        self.port = free_ports(40, above=20000)  # below are those of Ray's workers
         self.address = f"http://127.0.0.1:{self.port + 1}"
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
