@@ -103,8 +103,8 @@ def sound_receipt(value: object) -> dict[str, Any]:
     for name, fields in _ENTRIES.items():
         if name in found:
             found[name] = [item for item in _list(found[name]) if _has(item, fields)]
-    if not _has(found.get("first_failure"), {**_RANK_END, "exit_code": _WHOLE}):
-        found.pop("first_failure", None)
+    if "first_failure" in found and not _has(found["first_failure"], {**_RANK_END, "exit_code": _WHOLE}):
+        found["first_failure"] = None
     return found
 
 

@@ -59,7 +59,7 @@ def test_every_type_has_a_required_field_and_a_logo() -> None:
         assert any(field.is_required() for field in kind.model_fields.values()), kind
         assert kind._logo_url
         assert kind.get_block_type_slug().startswith("soup-")
-    assert len(block_types()) == 5
+    assert len(block_types()) == 6
 
 
 @pytest.mark.server

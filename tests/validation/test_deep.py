@@ -84,11 +84,12 @@ def test_a_look_that_takes_too_long_is_said(spec_of: Any, monkeypatch: pytest.Mo
 
 def test_a_look_ends_with_what_it_ran_beside(spec_of: Any, tmp_path: Path) -> None:
     spec = spec_of(output_dir=str(tmp_path))
+    before = psutil.Process().children()
     children: list[psutil.Process] = []
 
     def fail() -> None:
         with looking(spec):
-            children.extend(psutil.Process().children())
+            children.extend(set(psutil.Process().children()) - set(before))
             raise KeyError
 
     with pytest.raises(KeyError):
