@@ -8,7 +8,8 @@ from typing import Any
 from soup_flows.attempts import where_stopped
 from soup_flows.errors import FailureClass, Refused, TrainingFailed
 from soup_flows.launch.advice import ADVICE, match_text
-from soup_flows.launch.outcome import Verdict, classify, read_saved_receipt, tails, warn_of_exit
+from soup_flows.launch.outcome import Verdict, classify, tails, warn_of_exit
+from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.launch.run import Outcome
 from soup_flows.own_run import cancel_was_asked
 from soup_flows.paths import AttemptPaths, RunPaths
@@ -58,7 +59,7 @@ def report_of_stop(paths: RunPaths, number: int, stopped: BaseException, base: d
     if isinstance(stopped, Refused):
         report = {"failure_class": "bad_config", "cause": str(stopped), "problems": stopped.problems}
         return TrainReport(state="refused", **(found | report))
-    receipt = read_saved_receipt(paths.attempt(number))
+    receipt = read_receipt_file(paths.attempt(number).receipt)
     found["seconds"] = receipt.get("seconds", found["seconds"])
     verdict = _verdict(paths.attempt(number), receipt)
     if verdict.failure_class == "unknown":

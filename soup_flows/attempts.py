@@ -11,7 +11,8 @@ from soup_flows.errors import FailureClass, TrainingFailed
 from soup_flows.hardware import Hardware
 from soup_flows.hardware.energy import used_joules
 from soup_flows.launch.events import read_events
-from soup_flows.launch.outcome import classify, read_saved_receipt
+from soup_flows.launch.outcome import classify
+from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.ledger import Attempt, AttemptState, Change, append, read_ledger
 from soup_flows.measured import measure, remember
 from soup_flows.paths import RunPaths
@@ -122,7 +123,7 @@ def _lost(paths: RunPaths, number: int, settings: RecoverySettings, before: Atte
     """Judge an attempt by its folder alone."""
     attempt = paths.attempt(number)
     found = read_run(paths, number)
-    receipt = read_saved_receipt(attempt)
+    receipt = read_receipt_file(attempt.receipt)
     kind: FailureClass = "node_lost"
     cause = "the flow process and its supervisor were gone at once"
     if receipt.get("reason") in ("holder_gone", "signal"):

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from soup_flows.errors import FailureClass
 from soup_flows.launch import layout, proc
 from soup_flows.launch.advice import ADVICE
-from soup_flows.launch.outcome import Verdict, classify, read_errors, read_saved_receipt, tails
+from soup_flows.launch.outcome import Verdict, classify, read_errors, tails
+from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.paths import AttemptPaths, RunPaths
 from soup_flows.report import RunState, TrainReport
 from soup_flows.run_events import read_attempt
@@ -114,7 +115,7 @@ def _report(paths: RunPaths) -> TrainReport | None:
 
 
 def _attempt(attempt: AttemptPaths, number: int, running: bool) -> AttemptEnd:
-    receipt = read_saved_receipt(attempt)
+    receipt = read_receipt_file(attempt.receipt)
     found = read_attempt(attempt)
     proof = found.get("proof")
     good = bool(found.get("saved")) and proof is not None and not proof.failures

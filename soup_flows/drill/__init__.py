@@ -23,7 +23,7 @@ from soup_flows.errors import nearest, refuse
 from soup_flows.json_text import parse_json
 from soup_flows.launch import proc
 from soup_flows.launch.events import read_events, tail_events
-from soup_flows.launch.outcome import read_saved_receipt
+from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.paths import RunPaths, write_json
 from soup_flows.user_file import expanded
 
@@ -212,7 +212,7 @@ class Watch:
         """Judge; `agreed` is whether everything else (the server's state) was as it should be."""
         case = DRILLS[name]
         found_class, diagnosis = self._found()
-        receipt = read_saved_receipt(self.attempt)
+        receipt = read_receipt_file(self.attempt.receipt)
         cause = self.cause
         if case.expected_class in ("completed", "timeout"):
             cause = (

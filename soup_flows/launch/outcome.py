@@ -7,7 +7,6 @@ logs.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines, strip_ansi
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
-from soup_flows.launch.receipt import read_receipt_file
 from soup_flows.launch.stacks import stall_cause
 from soup_flows.paths import AttemptPaths
 
@@ -79,11 +77,6 @@ def read_errors(attempt: AttemptPaths) -> list[RankError]:
     return sorted(errors, key=lambda error: error.time)
 
 
-def read_saved_receipt(attempt: AttemptPaths) -> dict[str, Any]:
-    """Return the receipt in the attempt's folder; empty if there is none that can be read."""
-    return read_receipt_file(attempt.receipt)
-
-
 def warn_of_exit(receipt: dict[str, Any]) -> tuple[Problem, ...]:
     """Return a warning for a run that saved its verified result and whose processes did not end cleanly.
 
@@ -135,7 +128,7 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     errors = [error for error in read_errors(attempt) if error.time <= stop_time]
     if receipt.get("reason") == "supervisor_died":  # it read what the ranks printed
         errors = [error for error in errors if "broken pipe" not in error.message.lower()]
-    death = _death(attempt, receipt, errors)
+    death = _death(receipt, errors)
     rules: Iterable[Callable[[], Verdict | None]] = (
         # what the other ranks say of a machine that went away is that they lost a peer
         lambda: _from_stop(attempt, receipt) if receipt.get("reason") == "node_lost" else None,
@@ -159,7 +152,7 @@ def _verdict(kind: FailureClass, cause: str, advice: str | None = None) -> Verdi
 # -- a rank died without saying why ----------------------------------------------------------------
 
 
-def _death(attempt: AttemptPaths, receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
+def _death(receipt: dict[str, Any], errors: list[RankError]) -> dict[str, Any] | None:
     """Return `{"rank", "exit_code", "time"}` of the rank that died first without a word and not by us."""
     own = {
         entry["pid"] for entry in receipt.get("signalled", ()) if entry["signal"] in ("SIGKILL", "SIGTERM")
@@ -171,16 +164,11 @@ def _death(attempt: AttemptPaths, receipt: dict[str, Any], errors: list[RankErro
         when = next((d["time"] for d in dead if d["pid"] == first["pid"]), None)
         return {"rank": first["rank"], "exit_code": first["exit_code"], "time": when}
     if receipt.get("reason") == "rank_died" and dead:
-        code = dead[0].get("exit_code") or _said_by_launcher(attempt, dead[0]["pid"])
+        code = dead[0].get("exit_code")
+        if code is None and first and first["pid"] == dead[0]["pid"]:
+            code = first["exit_code"]
         return {"rank": dead[0]["rank"], "exit_code": code, "time": dead[0]["time"]}
     return None
-
-
-def _said_by_launcher(attempt: AttemptPaths, pid: int) -> int | None:
-    """Return the exit code that torch elastic printed for a rank that it had collected before it was stopped."""
-    text = "\n".join(last_lines(attempt.launcher_log, TAIL_LINES))
-    said = re.search(rf"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: {pid}\)", text)
-    return int(said[1]) if said else None
 
 
 def _error_before(death: dict[str, Any], errors: list[RankError]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from soup_flows.launch.engines.cluster import Unanswered
-from soup_flows.launch.engines.ray_http import ADDRESS, Dashboard, find_token, read_machines, why_infeasible
+from soup_flows.launch.engines.ray_http import ADDRESS, Dashboard, find_token, why_infeasible
 from soup_flows.ray_settings import RaySettings
 from soup_flows.resume_fit import converts_any
 from soup_flows.validation import cluster
@@ -72,9 +72,7 @@ def infeasible(run: Context) -> Iterator[Found]:
     if ray is None or ray.grows:
         return
     try:
-        machines = read_machines(
-            Dashboard(ray, run.environ).json("GET", "/api/v0/nodes?detail=1&limit=10000")
-        )
+        machines = Dashboard(ray, run.environ).machines()
     except Unanswered:  # RAY001, or a head that is down: the submission says so
         return
     cores = ray.cpus_per_node or (run.spec.launcher.omp_num_threads or 1) * run.plan.ranks_per_node

@@ -22,6 +22,7 @@ from soup_flows.launch.outcome import classify, tails
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.pump import Pump, RotatingLog
 from soup_flows.launch.rank import EventWriter, write_error
+from soup_flows.launch.receipt import first_failure
 from soup_flows.launch.watchdog import Watchdog
 from soup_flows.pages import report_page
 from soup_flows.paths import RunPaths
@@ -310,7 +311,8 @@ def test_a_death_that_torch_elastic_has_collected_is_read_from_its_log(tmp_path:
     said = "failed (exitcode: -7) local_rank: 1 (pid: 7) of binary: python\n"
     attempt.launcher_log.write_text(said + said.replace("-7", "-9").replace("pid: 7", "pid: 70"))
     dead = {"rank": 1, "pid": 7, "time": 10.0, "exit_code": None}
-    receipt = {**RECEIPT, "reason": "rank_died", "dead_ranks": [dead]}
+    first = first_failure(attempt.launcher_log, {})
+    receipt = {**RECEIPT, "reason": "rank_died", "dead_ranks": [dead], "first_failure": first}
     assert classify(attempt, receipt).failure_class == "shm_full"
 
 

@@ -24,8 +24,8 @@ from soup_flows.launch.events import (
     parse_event,
     read_events,
 )
-from soup_flows.launch.outcome import classify, read_saved_receipt, warn_of_exit
-from soup_flows.launch.receipt import collect_receipts, read_receipt
+from soup_flows.launch.outcome import classify, warn_of_exit
+from soup_flows.launch.receipt import collect_receipts, read_receipt, read_receipt_file
 from soup_flows.ledger import Attempt, append, read_ledger
 from soup_flows.live_state import LiveState, live_page, summary
 from soup_flows.manifest import MANIFEST, missing, read_manifest
@@ -255,7 +255,11 @@ def test_receipts(receipt: Any, second: Any, tmp_path: Path) -> None:
     attempt = attempt_of(tmp_path)
     put(attempt.receipt, json.dumps(receipt).encode())
     put(attempt.receipt_of(1), json.dumps(second).encode())
-    for found in (read_saved_receipt(attempt), collect_receipts(attempt), read_receipt(json.dumps(receipt))):
+    for found in (
+        read_receipt_file(attempt.receipt),
+        collect_receipts(attempt),
+        read_receipt(json.dumps(receipt)),
+    ):
         verdict = classify(attempt, found)
         verdict.cause.encode()
         warn_of_exit(found)

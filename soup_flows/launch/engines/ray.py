@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 
 from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.launch.engines import Handle
-from soup_flows.launch.engines.cluster import ASK_EVERY_S, ClusterEngine, Unanswered
+from soup_flows.launch.engines.cluster import ASK_EVERY_S, ClusterEngine, Unanswered, alive
 from soup_flows.launch.engines.ray_http import (
     MODE,
     TOKEN,
     Dashboard,
     Denied,
     RayJob,
-    read_machines,
     why_infeasible,
 )
 from soup_flows.launch.plan import PASSED_BY_VALUE, LaunchPlan
@@ -71,7 +70,7 @@ class RayEngine(ClusterEngine):
         if launch.ray.grows:
             return []
         try:
-            machines = read_machines(self._dashboard.json("GET", "/api/v0/nodes?detail=1&limit=10000"))
+            machines = self._dashboard.machines()
         except Unanswered as error:
             return list(self._silent(error).problems)
         reason = why_infeasible(machines, launch.ray.min_nodes or launch.nodes, per_machine(launch))
@@ -121,7 +120,7 @@ class RayEngine(ClusterEngine):
             and isinstance(about := job.get("metadata"), dict)
             and (about.get(RUN), about.get(FOLDER)) == (paths.root.name, str(paths.root))
             and isinstance(job.get("submission_id"), str)
-            and RayJob(str(job.get("status"))).here in ("QUEUED", "RUNNING")
+            and alive(RayJob(str(job.get("status"))))
         ]
         return [job["submission_id"] for job in sorted(mine, key=_started)]
 

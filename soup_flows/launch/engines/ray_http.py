@@ -139,6 +139,14 @@ class Dashboard:
         except ValueError as error:
             raise Unanswered(f"the Ray dashboard at {self.address} says {code}: {error}") from None
 
+    def machines(self) -> list[Machine]:
+        """Return the machines of the cluster that are alive.
+
+        Raises:
+            Unanswered: if the dashboard does not tell them.
+        """
+        return read_machines(self.json("GET", "/api/v0/nodes?detail=1&limit=10000"))
+
 
 def find_token(environ: Mapping[str, str]) -> str | None:
     """Return the token as Ray finds it (ray 2.60, `src/ray/rpc/authentication/authentication_token_loader.cc`).

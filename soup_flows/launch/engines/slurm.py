@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from soup_flows.errors import Problem, refuse
 from soup_flows.launch.engines import Handle
-from soup_flows.launch.engines.cluster import ClusterEngine, Unanswered
+from soup_flows.launch.engines.cluster import ClusterEngine, Unanswered, alive
 from soup_flows.launch.engines.slurm_commands import ANSWER_S, KILL_WAIT_S, ask, call, settled
 from soup_flows.launch.engines.slurm_text import LOG, SCRIPT, Job, batch_script, first_line, parse_squeue
 from soup_flows.launch.events import last_lines
@@ -71,7 +71,7 @@ class SlurmEngine(ClusterEngine):
     def _find(self, paths: RunPaths) -> list[str]:
         done = call("squeue", "--noheader", "--me", f"--name={paths.root.name}", "--format=%i|%T")
         found = {job: settled(job) for job in parse_squeue(done.stdout)}
-        return [job for job, now in found.items() if now is not None and now.here in ("QUEUED", "RUNNING")]
+        return [job for job, now in found.items() if alive(now)]
 
     def _cancel(self, handle: Handle) -> bool:
         return call("scancel", handle.job).returncode == 0
