@@ -111,7 +111,14 @@ class Launch:
         argv = (sys.executable, str(tree), str(ranks), str(script))
         if elastic:
             argv = elastic_argv(self.run_id, ranks, stop_budget_s, str(script))
-        return plan.model_copy(update={"argv": argv, **changes})
+        self.temporary.mkdir(exist_ok=True)
+        env = {**plan.env, "TMPDIR": str(self.temporary)}
+        return plan.model_copy(update={"argv": argv, "env": env, **changes})
+
+    @property
+    def temporary(self) -> Path:
+        """What launcher and ranks have as the folder of temporary files."""
+        return self.folder / "temporary"
 
     def hold(self, plan: LaunchPlan, holder: str = HOLDER) -> subprocess.Popen[bytes]:
         """Run `plan` in a process of its own, a session leader like Prefect's flow process."""
@@ -136,6 +143,7 @@ class Launch:
         until(lambda: not proc.marked(self.run_id), "no survivors")
         until(lambda: not list(self.paths.temp.iterdir()), "the temporary config is gone")
         until(lambda: not self.channels(), "the channel is gone")
+        assert not list(self.temporary.glob("*"))
 
     def channels(self) -> list[Path]:
         """Channel folders of this run that are still there."""
