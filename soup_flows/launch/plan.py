@@ -312,7 +312,10 @@ def elastic_argv(
         *("--nproc-per-node", str(nproc_per_node)),
         *("--rdzv-backend", "c10d"),
         *here,
-        *("--log-dir", os.devnull),  # ranks write their own logs; else a folder in /tmp is left by every start
+        *(
+            "--log-dir",
+            os.devnull,
+        ),  # ranks write their own logs; else a folder in /tmp is left by every start
         *("--max-restarts", "0"),
         *("--shutdown-timeout", str(max(1, int(stop_budget_s)))),
         *program,

@@ -1,7 +1,7 @@
-"""`python -m soup_flows.training.look`: look at what a spec names, in a process that imports what that takes alone.
+"""`python -m soup_flows.training.look PART...`: look at what a spec names, importing what that takes alone.
 
-Reads a `TrainingSpec` as JSON from standard input and prints one JSON object, the fields of
-`soup_flows.validation.seen.Seen`.
+Reads a `TrainingSpec` as JSON from standard input and prints one JSON object: for each part, `rows` and `model`
+unless they are named, the fields of that part in `soup_flows.validation.seen`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,33 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from typing import Any
 
 from soup_flows.spec import TrainingSpec
-from soup_flows.training.lean import leave_out, unneeded
+from soup_flows.training.lean import leave_out, leave_out_of_tokenising, unneeded
+from soup_flows.validation.seen import PARTS
 
 
 def main() -> None:
     """Look, and print what was seen."""
+    parts = sys.argv[1:] or list(PARTS)
     spec = TrainingSpec.model_validate_json(sys.stdin.read())
-    leave_out(unneeded(spec.model_dump(mode="json"), engine=""))
-    from soup_flows.training.looking import look_at
-
     with contextlib.redirect_stdout(sys.stderr):
-        seen = look_at(spec)
+        seen = {part: _look(part, spec, alone=len(parts) == 1) for part in parts}
     json.dump(seen, sys.stdout)
+
+
+def _look(part: str, spec: TrainingSpec, alone: bool) -> dict[str, Any]:
+    leave_out(unneeded(spec.model_dump(mode="json"), engine=""))
+    if part == "model":
+        from soup_flows.training.looking import look_at_model
+
+        return look_at_model(spec)
+    if alone:
+        leave_out_of_tokenising(spec)
+    from soup_flows.training.look_rows import look_at_rows
+
+    return look_at_rows(spec)
 
 
 if __name__ == "__main__":

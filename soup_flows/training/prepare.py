@@ -29,7 +29,7 @@ from soup_flows.hardware import host
 from soup_flows.spec import TrainingSpec
 from soup_flows.training.lean import leave_out_of_tokenising
 from soup_flows.user_file import expanded
-from soup_flows.validation.seen import looking
+from soup_flows.validation.seen import is_missing, keep, looking
 
 BYTES_PER_WORKER = 4 * 2**20
 """Data below this size is tokenised before a second process has started."""
@@ -115,14 +115,19 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
 def prepare_and_look(spec: TrainingSpec) -> PreparedData:
     """Prepare the data, and leave what the validation wants to see of model and rows (`validation.seen`).
 
-    The look needs torch, and tokenising does not: a process of its own looks meanwhile.
+    Looking at the model needs torch, and tokenising does not: a process of its own looks meanwhile.
 
     Raises:
         Refused: as `prepare_here`.
     """
     leave_out_of_tokenising(spec)
     with looking(spec):
-        return prepare_here(spec)
+        data = prepare_here(spec)
+        if is_missing(spec, "rows"):
+            from soup_flows.training.look_rows import look_at_rows
+
+            keep(spec, "rows", look_at_rows(spec))
+        return data
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ SEEN_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"lost": {"no trained token": 5}},
     ),
     "DP010": ({"packing_error": "mamba has layers (mamba) that would mix rows laid end to end"}, {}),
-    "DP011": ({"unlearnt": ("<|eot_id|>",)}, {}),
+    "DP011": (
+        {"trained": {"a": 7, "<|eot_id|>": 9}, "empty_ids": (9,)},
+        {"trained": {"a": 7}, "empty_ids": (9,)},
+    ),
     "DP008": ({"lost": {"no trained token": 5}}, {}),
 }

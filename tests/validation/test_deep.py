@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,32 @@ def test_a_look_ends_with_what_it_ran_beside(spec_of: Any, tmp_path: Path) -> No
     with pytest.raises(KeyError):
         fail()
     assert [child.is_running() for child in children] == [False]
-    assert seen_file(spec) is not None
+    assert seen_file(spec, "model") is not None
     assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+@pytest.mark.ranks
+def test_other_rows_are_no_other_model(spec_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(output_dir=str(tmp_path), training={"method": "lora"})
+    assert isinstance(look(spec), Seen)
+    looked = {"rows": seen_file(spec, "rows"), "model": seen_file(spec, "model")}
+    assert all(file is not None and file.is_file() for file in looked.values())
+    rows_file(tmp_path / "rows.jsonl", 7)
+    assert seen_file(spec, "rows") != looked["rows"]
+    started: list[list[str]] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, argv: list[str], **more: Any) -> None:
+            started.append(argv)
+            super().__init__(argv, **more)
+
+    monkeypatch.setattr("subprocess.Popen", Started)
+    seen = look(spec)
+    assert isinstance(seen, Seen)
+    assert (seen.kept, bool(seen.adapters), started[0][3:]) == (7, True, ["rows"])
+    for change in ({"data": {"packing": False}}, {"training": {"method": "full"}}, {"lora": {"use_dora": True}}):
+        other = spec_of(**{"output_dir": str(tmp_path), "training": {"method": "lora"}, **change})
+        assert seen_file(other, "model") != looked["model"], change
 
 
 @pytest.mark.ranks
