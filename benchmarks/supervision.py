@@ -25,8 +25,9 @@ from uuid import uuid4
 
 from benchmarks.harness import Result, Row, keep, say, spread
 from soup_flows.attempt import run_attempt
+from soup_flows.launch.elastic import elastic_argv
 from soup_flows.launch.leases import LEASE_DIR
-from soup_flows.launch.plan import PACKAGE_ROOT, LeaseSettings, build_launch_plan, elastic_argv
+from soup_flows.launch.plan import PACKAGE_ROOT, LeaseSettings, build_launch_plan
 from soup_flows.paths import RunPaths
 
 RANKS = 2

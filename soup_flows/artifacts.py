@@ -16,13 +16,14 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.sorting import ArtifactSort
 from pydantic import BaseModel, ConfigDict
 
+from soup_flows.attempts_page import attempts_page
 from soup_flows.data.page import markdown
 from soup_flows.data.report import DataReport
 from soup_flows.errors import Problem
 from soup_flows.hardware import Hardware
 from soup_flows.json_text import parse_json
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.pages import attempts_page, report_page, validation_page
+from soup_flows.pages import report_page, validation_page
 from soup_flows.plan_page import plan_page
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan

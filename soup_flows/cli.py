@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from soup_flows import cli_deploy
 from soup_flows.cli_completion import COMPLETION_TEXT, SHELLS, completion_script
@@ -32,27 +31,14 @@ from soup_flows.cli_runs import (
     print_refused,
     run_flow,
 )
+from soup_flows.cli_spec import Parser, Raw, Version, add_spec_arguments, read_spec
 from soup_flows.data import command as data_command
 from soup_flows.demo import demo_parameters, resolve_demo
-from soup_flows.errors import Problem, Refused, nearest, refuse
+from soup_flows.errors import Refused, nearest, refuse
 from soup_flows.hardware import detect, doctor, render
 from soup_flows.presets import explain_difference, presets_table
-from soup_flows.spec import TrainingSpec, parse_spec
-from soup_flows.spec_file import read_spec_file
+from soup_flows.spec import parse_spec
 from soup_flows.validation.explain import explain, is_known
-
-_FLAT = (
-    "model",
-    "dataset",
-    "output_dir",
-    "deepspeed",
-    "fsdp",
-    "deepspeed_config",
-    "gpus",
-    "device",
-    "strategy",
-)
-
 
 DEPLOY_TEXT = (
     "Register work pool, blocks, deployments and automations on the Prefect server; doing it twice changes "
@@ -82,19 +68,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Build the parser; every command takes `--json`."""
-    parser = _Parser(prog="soup-flows", description=__doc__, formatter_class=_Raw)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
+    parser = Parser(prog="soup-flows", description=__doc__, formatter_class=Raw)
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version and end")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, formatter_class=_Raw)
+        sub = commands.add_parser(name, help=text, description=text, formatter_class=Raw)
         sub.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
         sub.set_defaults(run=run)
         return sub
 
-    _spec_arguments(command("train", _train, "Run the flow soup-train here."))
+    add_spec_arguments(command("train", _train, "Run the flow soup-train here."))
     plan = command("plan", _plan, "Show what train would run, or why it would be refused; starts nothing.")
-    _spec_arguments(plan)
+    add_spec_arguments(plan)
     add_arguments(plan)
     presets = command("presets", _presets, "List the presets, show one, or compare two.")
     presets.add_argument("preset", nargs="?", help="show this preset's config")
@@ -107,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(command)
     deployed = command("deploy", _deploy, DEPLOY_TEXT)
     cli_deploy.add_arguments(deployed)
-    _spec_arguments(deployed)
+    add_spec_arguments(deployed)
     stop = command("stop", _stop, "Ask a running training to stop.")
     stop.add_argument("run_dir", help="its run directory, <output_dir>/runs/<run id>")
     stop.add_argument("--save", action="store_true", help="save a checkpoint after the present step first")
@@ -123,79 +109,6 @@ def _parser() -> argparse.ArgumentParser:
     shards.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="dtype of the output")
     command("completion", _completion, COMPLETION_TEXT).add_argument("shell", choices=SHELLS)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line as every other refusal is said, as JSON too where that was asked for."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Remember whether JSON was asked for."""
-        self.as_json = "--json" in (sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """End with the exit code of a refusal."""
-        fix = f"see {self.prog} --help"
-        problem = Problem(id="CLI005", severity="error", field="command line", message=message, fix=fix)
-        print_refused([problem], getattr(self, "as_json", False))
-        raise SystemExit(REFUSED)
-
-
-class _Version(argparse.Action):
-    """Looks the version up when it is asked for, and not at every start."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Print it and end."""
-        from soup_flows.manifest import library_versions
-
-        print("soup-flows", library_versions().get("soup-flows", "from a checkout"))
-        parser.exit()
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of descriptions."""
-
-
-def _spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that make a spec: the flat ones by name, everything by --set, a whole one by --spec."""
-    fields = TrainingSpec.model_fields
-    for name in _FLAT:
-        dashed = "--" + name.replace("_", "-")
-        flags = dict.fromkeys((dashed, f"--{name}"))
-        parser.add_argument(*flags, dest=name, metavar=name.upper(), help=fields[name].description)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="any other setting, such as training.learning_rate=2e-5")  # fmt: skip
-    parser.add_argument("--spec", metavar="FILE", help="a whole spec as JSON or YAML; flags win over it")
-
-
-def read_spec(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of a spec: those of the file, then those of `--set`, then those of the flags.
-
-    Raises:
-        Refused: for a file that cannot be read or a `--set` without `=`.
-    """
-    values = read_spec_file(arguments.spec, "--spec") if arguments.spec else {}
-    for setting in arguments.settings:
-        key, sign, text = setting.partition("=")
-        if not sign or not key:
-            raise refuse("CLI001", "--set", f"got {setting!r}", "write --set training.learning_rate=2e-5")
-        group = values
-        *heads, name = key.split(".")
-        for head in heads:
-            group = group.setdefault(head, {})
-            if not isinstance(group, dict):
-                raise refuse("CLI001", "--set", f"{head!r} is not a group of settings", "see --help")
-        group[name] = _value(text)
-    values.update({name: getattr(arguments, name) for name in _FLAT if getattr(arguments, name) is not None})
-    return values
-
-
-def _value(text: str) -> Any:
-    """Read a value as JSON, else take it as text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.attempts import reconcile
-from soup_flows.launch.plan import LaunchPlan, Rendezvous, elastic_argv
+from soup_flows.launch.elastic import Rendezvous, elastic_argv
+from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.ledger import Change
 from soup_flows.paths import AttemptPaths, RunPaths, write_atomic, write_json

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from soup_flows.errors import SoupFlowsError, TrainingFailed
 from soup_flows.launch.events import read_events
-from soup_flows.pages import table
+from soup_flows.markdown import table
 from soup_flows.paths import RunPaths
 from soup_flows.report import TrainReport
 from soup_flows.units import gib

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from soup_flows.charts import CHART_POINTS, curve, thin
-from soup_flows.pages import points_table, table
+from soup_flows.markdown import table
+from soup_flows.pages import points_table
 from soup_flows.report import Point
 
 WINDOW = 20

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from soup_flows.attempts_page import attempts_table
 from soup_flows.charts import curve, thin
 from soup_flows.errors import Problem
-from soup_flows.ledger import Attempt
+from soup_flows.markdown import table
 from soup_flows.proof import Proof
 from soup_flows.report import Point, TrainReport
 from soup_flows.sharding.words import plan_rows
@@ -15,15 +16,6 @@ from soup_flows.units import counted, gib, ranks
 
 POINT_ROWS = 12
 """Rows of the table below a curve."""
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a markdown table; cells are escaped, None becomes a dash."""
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    for row in rows:
-        cells = ("–" if cell is None else str(cell).replace("|", "\\|").replace("\n", " ") for cell in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def points_table(points: Sequence[Point]) -> str:
@@ -208,63 +200,6 @@ def _against(predicted: int, measured: int | None) -> str:
     """Show a prediction, and how far it is from what was measured."""
     off = f" ({predicted / measured - 1:+.0%})" if measured else ""
     return f"{_gib(predicted)}{off}"
-
-
-def attempts_page(report: TrainReport, decision: str = "") -> str:
-    """Return the page `soup-train-attempts`: every attempt, why it ended, what it cost, what comes next."""
-    text = f"# Attempts of run {report.run_id}\n\n{attempts_table(report)}"
-    path = report.ledger[-1].change.path if report.ledger else ()
-    if path:
-        text += "\n\n## What was changed\n\n" + "\n".join(f"{n}. {line}" for n, line in enumerate(path, 1))
-    return text + (f"\n\nAfter the last one: {decision}\n" if decision else "\n")
-
-
-def attempts_table(report: TrainReport) -> str:
-    """Return the ledger as a table, with the causes below it: a column of them would be a few letters wide."""
-    rows = [
-        (
-            row.number,
-            row.state + (f": {row.failure_class}" if row.failure_class else ""),
-            f"{row.from_step} → {row.last_step}",
-            row.steps_lost,
-            f"{row.seconds:.0f} s",
-            f"{row.gpu_hours:.3f}",
-            f"{row.gpu_hours_wasted:.3f}",
-            None if row.cost is None else f"{row.cost:.2f}",
-            _kwh(row.energy_joules),
-        )
-        for row in report.ledger
-    ]
-    head = ("attempt", "ended", "steps", "steps lost", "wall time", "GPU-hours", "wasted", "cost", "energy")
-    parts = [table(head, rows)]
-    if len(rows) > 1:
-        parts.append(_spent(report.ledger))
-    causes = [
-        f"- Attempt {row.number}: {row.cause or 'no cause was found'}"
-        + (f" (`{row.evidence}`)" if row.evidence else "")
-        for row in report.ledger
-        if row.failure_class
-    ]
-    return "\n\n".join([*parts, *(["\n".join(causes)] if causes else [])])
-
-
-def _spent(rows: Sequence[Attempt]) -> str:
-    """Say in one line what all attempts cost together; what was not measured for all of them is left out."""
-    hours, wasted = sum(row.gpu_hours for row in rows), sum(row.gpu_hours_wasted for row in rows)
-    parts = [f"{hours:.3f} GPU-hours ({wasted:.3f} wasted)"]
-    costs = [row.cost for row in rows if row.cost is not None]
-    joules = [row.energy_joules for row in rows if row.energy_joules is not None]
-    if costs:
-        parts.append(f"cost {sum(costs):.2f}")
-    if joules:
-        of = "" if len(joules) == len(rows) else f" in {len(joules)} of {len(rows)} attempts"
-        parts.append(f"{_kwh(sum(joules))}{of}")
-    return "All attempts: " + ", ".join(parts) + "."
-
-
-def _kwh(joules: float | None) -> str | None:
-    """Format energy; a kilowatt-hour is 3.6 million joules."""
-    return None if joules is None else f"{joules / 3.6e6:.3g} kWh"
 
 
 def _recovery(report: TrainReport) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from soup_flows.pages import table
+from soup_flows.markdown import table
 from soup_flows.sharding import Candidate, ShardingPlan
 from soup_flows.sharding.fit import Fit, FitPoint
 from soup_flows.sharding.words import plan_rows, plan_text

@@ -11,8 +11,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines.ray import per_machine
-from soup_flows.launch.plan import LaunchPlan, Rendezvous
+from soup_flows.launch.plan import LaunchPlan
 from soup_flows.ray_host import Host, Seen, collect_word, differences, leave_word
 
 MARGIN_S = 12.0

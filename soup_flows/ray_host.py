@@ -14,8 +14,9 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from soup_flows.cluster_job import free_port, on_host
+from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines import finished
-from soup_flows.launch.plan import LaunchPlan, Rendezvous
+from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.run import run
 from soup_flows.launch.supervised import sweep
 from soup_flows.manifest import library_versions

@@ -26,9 +26,9 @@ from soup_flows.cluster_job import (
     read_launch,
 )
 from soup_flows.errors import Refused
+from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.local import ASKED
-from soup_flows.launch.plan import Rendezvous
 from soup_flows.launch.receipt import collect_receipts
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_atomic, write_json

@@ -11,13 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from soup_flows.launch.plan import (
-    LaunchPlan,
-    LeaseSettings,
-    StallSettings,
-    build_launch_plan,
-    elastic_argv,
-)
+from soup_flows.launch.elastic import elastic_argv
+from soup_flows.launch.plan import LaunchPlan, LeaseSettings, StallSettings, build_launch_plan
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_atomic, write_json
 

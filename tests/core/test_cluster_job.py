@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from soup_flows.cluster_job import next_attempt, on_host, read_launch
-from soup_flows.launch.plan import LaunchPlan, Rendezvous, build_launch_plan
+from soup_flows.launch.elastic import Rendezvous
+from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.ledger import read_ledger
 from soup_flows.paths import RunPaths, write_json
 from soup_flows.ray_settings import RaySettings

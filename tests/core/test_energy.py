@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from soup_flows.attempts import record
+from soup_flows.attempts_page import attempts_page
 from soup_flows.hardware import NvidiaReading, RecordedProbe
 from soup_flows.hardware.energy import metered, used_joules
-from soup_flows.pages import attempts_page
 from soup_flows.paths import RunPaths, write_atomic
 from soup_flows.report import TrainReport
 from tests.core.checkpoint_files import make_spec, plan_of

@@ -16,6 +16,7 @@ from soup_flows.cli import GOOD, main
 from soup_flows.cli_plan import machine
 from soup_flows.errors import Refused
 from soup_flows.hardware import imagined
+from soup_flows.launch.elastic import Rendezvous, elastic_argv
 from soup_flows.launch.engines.slurm_text import (
     PASSED_BY_VALUE,
     Job,
@@ -28,7 +29,7 @@ from soup_flows.launch.engines.slurm_text import (
     parse_sinfo,
     parse_squeue,
 )
-from soup_flows.launch.plan import PASSED_SECRETS, LaunchPlan, Rendezvous, build_launch_plan, elastic_argv
+from soup_flows.launch.plan import PASSED_SECRETS, LaunchPlan, build_launch_plan
 from soup_flows.launch.receipt import collect_receipts
 from soup_flows.paths import RunPaths, write_json
 from soup_flows.slurm_settings import OPTIONS, SlurmSettings

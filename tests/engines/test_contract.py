@@ -153,7 +153,11 @@ def test_the_death_of_the_flow(name: str, make: Maker, undisturbed: TrainReport)
 @LONG
 def test_a_signal_to_the_waiting_flow_ends_the_run(name: str, light: Light) -> None:
     found, plan = light.on(name, "ready()\ntime.sleep(600)\n")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     threading.Timer(0.0, lambda: (light.ranks_ready(), os.kill(os.getpid(), signal.SIGINT))).start()
-    with pytest.raises(KeyboardInterrupt):
-        follow(found, plan)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            follow(found, plan)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not marked(light.run_id)

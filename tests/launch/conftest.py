@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from soup_flows.launch import proc
-from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan, elastic_argv
+from soup_flows.launch.elastic import elastic_argv
+from soup_flows.launch.plan import LaunchPlan, StallSettings, build_launch_plan
 from soup_flows.paths import RunPaths
 
 GENEROUS_S = 60

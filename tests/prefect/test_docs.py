@@ -12,6 +12,7 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 
 from soup_flows import cli
+from soup_flows.cli_spec import value_of
 from soup_flows.deploy.deployments import definitions, load_flow
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_runs_of_deployments_are_accepted(page: str) -> None:
     for argv in runs:
         entry = known[argv[3]]
         given = [argv[i + 1].split("=", 1) for i, word in enumerate(argv) if word == "-p"]
-        values = {name: cli._value(text) for name, text in given}
+        values = {name: value_of(text) for name, text in given}
         jsonschema.validate(entry.get("parameters", {}) | values, entry["schema"])
         unknown = set(values) - set(entry["schema"]["properties"])
         assert not unknown, argv

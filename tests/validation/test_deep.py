@@ -119,7 +119,11 @@ def test_other_rows_are_no_other_model(spec_of: Any, tmp_path: Path, monkeypatch
     seen = look(spec)
     assert isinstance(seen, Seen)
     assert (seen.kept, bool(seen.adapters), started[0][3:]) == (7, True, ["rows"])
-    for change in ({"data": {"packing": False}}, {"training": {"method": "full"}}, {"lora": {"use_dora": True}}):
+    for change in (
+        {"data": {"packing": False}},
+        {"training": {"method": "full"}},
+        {"lora": {"use_dora": True}},
+    ):
         other = spec_of(**{"output_dir": str(tmp_path), "training": {"method": "lora"}, **change})
         assert seen_file(other, "model") != looked["model"], change
 
