@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Result, Row, keep, say
+from benchmarks.harness import Result, Row, keep
 from benchmarks.light import light_plan
 from soup_flows.data.prepare import prepare_data
 from soup_flows.demo import build_demo_data, build_demo_model, demo_parameters
@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Run every process once a round, one after the other, then the calls and a launch of light ranks."""
-    rows: list[Row] = []
+    return keep("decisions", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train, _ = build_demo_data(folder / "demo")
@@ -61,12 +64,9 @@ def run(arguments: argparse.Namespace) -> Result:
         for number in range(1, arguments.rounds + 1):
             for what, code in PROCESSES.items():
                 row = {"round": number, "process": what} | process(code, [*PLAN, *given])
-                say(row)
-                rows.append(row)
+                yield row
         for row in (*calls(model, train, folder), supervisor(folder)):
-            say(row)
-            rows.append(row)
-    return keep("decisions", rows, add=arguments.add)
+            yield row
 
 
 def process(code: str, argv: list[str]) -> Row:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import Result, Row, keep, say
+from benchmarks.harness import Result, Row, keep
 from benchmarks.peers import run_peer
 
 ROWS, STEPS = 100, 2
@@ -18,15 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Train again and again."""
+    return keep("exits", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     assets = arguments.work / f"chat-{ROWS}"
     make_assets(assets, ROWS)
-    rows: list[Row] = []
     for _ in range(arguments.runs):
         found = run_peer("ours", assets, arguments.work, steps=STEPS)
         row = {key: found.get(key) for key in ("exit_code", "steps", "wall_s", "load", "why") if key in found}
-        say(row)
-        rows.append(row)
-    return keep("exits", rows, add=arguments.add)
+        yield row
 
 
 def summary(result: Result) -> dict[str, int]:

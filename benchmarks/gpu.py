@@ -12,12 +12,13 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import Result, Row, keep, say
+from benchmarks.harness import Result, Row, keep
 from soup_flows import tasks
 from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.gpus import gpu_spec
@@ -61,21 +62,22 @@ def run(arguments: argparse.Namespace) -> Result | None:
     except Refused as refused:
         print(f"gpu: skipped, nothing is kept: {refused.problems[0].message}")
         return None
-    rows: list[Row] = []
+    return keep("gpu", _rows(begun + arguments.budget, hardware.gpus[0].name), add=arguments.add)
+
+
+def _rows(end: float, gpu: str) -> Iterator[Row]:
     longest = 0.0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         make_assets(folder / "chat", 100)
         data = equal_rows(folder / "rows.jsonl")
         for cell in ({"model": "0.2b", "method": "full", "drill": "cuda_oom"}, *GRID):
-            if time.monotonic() - begun + longest > arguments.budget:
-                say(row := cell | {"why": "no time was left"})
+            start = time.monotonic()
+            if start + longest > end:
+                yield cell | {"why": "no time was left"}
             else:
-                start = time.monotonic()
-                say(row := once(folder, data, cell, hardware.gpus[0].name))
+                yield once(folder, data, cell, gpu)
                 longest = max(longest, time.monotonic() - start)
-            rows.append(row)
-    return keep("gpu", rows, add=arguments.add)
 
 
 def equal_rows(path: Path) -> Path:

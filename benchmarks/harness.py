@@ -115,11 +115,11 @@ def load(name: str) -> Result | None:
 
 
 def keep(name: str, rows: Iterable[Row], *, add: bool, more_versions: dict[str, str] | None = None) -> Result:
-    """Write the rows as the result `name`.
+    """Show every row as soon as it is there, and write it to the result `name`.
 
     Args:
         name: of the benchmark.
-        rows: one for every run.
+        rows: one for every run; the next run is made when the row of the last one has been written.
         add: keep the rows that are there too, if they are from this machine and these versions.
         more_versions: of peers.
 
@@ -142,9 +142,12 @@ def keep(name: str, rows: Iterable[Row], *, add: bool, more_versions: dict[str, 
         machine=here,
         versions=of,
         commands=(*(before.commands if before else ()), command),
-        rows=(*(before.rows if before else ()), *rows),
+        rows=before.rows if before else (),
     )
-    write_atomic(result.path, result.model_dump_json(indent=1) + "\n", mode=0o644)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        result = result.model_copy(update={"rows": (*result.rows, row)})
+        write_atomic(result.path, result.model_dump_json(indent=1) + "\n", mode=0o644)
     return result
 
 
@@ -224,8 +227,3 @@ def exponent(work: Sequence[float], cost: Sequence[float]) -> float:
         raise ValueError("an exponent needs two different amounts of work and positive figures")
     x, y = ([math.log(v) for v in values] for values in (work, cost))
     return statistics.linear_regression(x, y).slope
-
-
-def say(row: Row) -> None:
-    """Show a row as soon as it is there."""
-    print(json.dumps(row), flush=True)

@@ -1,9 +1,9 @@
 """From the start of a command to the end of the first optimizer step, against other launchers, in turn.
 
 Model, rows, ranks and threads are the same. `ours` calls the tasks, `flow` is the whole flow with a Prefect server
-that runs already. Two steps are made (Soup has no such setting and trains all rows); what comes after the first one
-does not count. A flow's own start, after Prefect is imported, is where a worker's user begins to wait: the phases
-have it apart.
+that runs already, `seen` calls the tasks with new rows for a model that an earlier run has seen, as every night. Two
+steps are made (Soup has no such setting and trains all rows); what comes after the first one does not count. A flow's
+own start, after Prefect is imported, is where a worker's user begins to wait: the phases have it apart.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import Result, Row, keep, largest, load, say, spread
+from benchmarks.harness import Result, Row, keep, largest, load, spread
 from benchmarks.peers import PEERS, peer_versions, run_peer
 from benchmarks.throughput import add_choice, chosen
 from soup_flows.drill.server import Site
 
-ORDER = ("ours", "flow", "padded", "accelerate", "llama-factory", "soup")
+ORDER = ("ours", "seen", "flow", "padded", "accelerate", "llama-factory", "soup")
 STEPS = 2
 
 
@@ -34,18 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Start every launcher once a round, one after the other."""
+    versions = peer_versions(chosen(arguments), arguments.peers)
+    return keep("launch", _rows(arguments), add=arguments.add, more_versions=versions)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     names = chosen(arguments)
     assets = arguments.work / f"chat-{arguments.rows}"
     make_assets(assets, arguments.rows)
+    if "seen" in names and not list(assets.glob("seen/look/model-*")):
+        _once("seen", assets, arguments.peers)
     before = load("launch") if arguments.add else None
     first = 1 + max((row["round"] for row in before.rows), default=0) if before else 1
-    rows: list[Row] = []
     for number in range(first, first + arguments.rounds):
         for name in names:
             row: Row = {"round": number, "rows": arguments.rows} | _once(name, assets, arguments.peers)
-            say(row)
-            rows.append(row)
-    return keep("launch", rows, add=arguments.add, more_versions=peer_versions(names, arguments.peers))
+            yield row
 
 
 def _once(name: str, assets: Path, peers: Path) -> Row:

@@ -42,6 +42,7 @@ class Peer:
 
 PEERS = {
     "ours": Peer("soup-flows", "ours.py", ("tasks",)),
+    "seen": Peer("soup-flows, new rows for a model seen before", "ours.py", ("seen",)),
     "flow": Peer("soup-flows, flow with a Prefect server", "ours.py", ("flow",)),
     "grouped": Peer("Trainer, grouped by length", "plain.py", ("grouped",), TORCHRUN),
     "padded": Peer("Trainer, padded", "plain.py", ("random",), TORCHRUN),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.harness import ROOT, Result, Row, keep, say
+from benchmarks.harness import ROOT, Result, Row, keep
 from benchmarks.memory_accuracy import report
 
 FILE = ROOT / "tests" / "data" / "memory_measured.csv"
@@ -18,10 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Predict every row of the file."""
+    return keep("prediction", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     found = report(arguments.file)
     counts = {key: found[key] for key in ("rows", "predicted", "skipped")}
-    rows: list[Row] = [{"group": "all rows"} | counts | {"skipped_why": found["skipped_why"]}]
-    rows += [{"group": name} | group for name, group in found["groups"].items()]
-    for row in rows:
-        say(row)
-    return keep("prediction", rows, add=arguments.add)
+    yield {"group": "all rows"} | counts | {"skipped_why": found["skipped_why"]}
+    for name, group in found["groups"].items():
+        yield {"group": name} | group

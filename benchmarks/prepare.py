@@ -12,12 +12,13 @@ import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from benchmarks.harness import Result, Row, exponent, keep, say
+from benchmarks.harness import Result, Row, exponent, keep
 from soup_flows.data.prepare import prepare_data
 from soup_flows.demo import build_demo_data, build_demo_model
 from soup_flows.spec import parse_spec
@@ -35,17 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Prepare data sets of each size."""
-    rows: list[Row] = []
+    return keep("prepare", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train, _ = build_demo_data(folder)
         model = build_demo_model(folder / "model", train)
         for size in arguments.rows:
             data = write_rows(folder / f"{size}.jsonl", train, size)
-            say(row := prepared(model, data, folder / str(size), arguments.workers))
-            rows.append(row)
+            yield prepared(model, data, folder / str(size), arguments.workers)
             data.unlink()
-    return keep("prepare", rows, add=arguments.add)
 
 
 def write_rows(path: Path, source: Path, rows: int) -> Path:

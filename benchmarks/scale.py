@@ -11,11 +11,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Result, Row, exponent, keep, say
+from benchmarks.harness import Result, Row, exponent, keep
 from benchmarks.light import light_flow, light_plan
 from soup_flows.drill.server import Site, wait_for
 from soup_flows.launch.events import tail_events
@@ -53,19 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Measure every size of every kind."""
+    return keep("scale", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     kinds = arguments.only.split(",")
     if unknown := sorted(set(kinds) - set(SIZES)):
         raise ValueError(f"--only: there is no {', '.join(unknown)}; there are {', '.join(SIZES)}")
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         os.environ[LEASE_DIR] = f"{name}/leases"
         for kind in kinds:
             sizes = [size for size in SIZES[kind] if size <= (arguments.most or size)]
             for number in range(arguments.rounds):
                 for row in MEASURES[kind](Path(name) / f"{kind}-{number}", sizes):
-                    say(row := {"kind": kind} | row)
-                    rows.append(row)
-    return keep("scale", rows, add=arguments.add)
+                    yield {"kind": kind} | row
 
 
 def launched(folder: Path, ranks: int, **how: Any) -> Row:

@@ -18,12 +18,13 @@ import os
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from uuid import uuid4
 
-from benchmarks.harness import Result, Row, keep, say, spread
+from benchmarks.harness import Result, Row, keep, spread
 from soup_flows.attempt import run_attempt
 from soup_flows.launch.elastic import elastic_argv
 from soup_flows.launch.leases import LEASE_DIR
@@ -125,7 +126,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Run the pairs, plain and supervised in turn."""
-    rows: list[Row] = []
+    return keep("supervision", _rows(arguments), add=arguments.add)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     with TemporaryDirectory() as temporary:
         os.environ[LEASE_DIR] = f"{temporary}/leases"
         program, out = Path(temporary) / "program.py", Path(temporary) / "out.json"
@@ -135,9 +139,7 @@ def run(arguments: argparse.Namespace) -> Result:
             order = (plain, supervised) if pair % 2 == 0 else (supervised, plain)
             row: Row = {"steps": arguments.steps, "lines_per_minute": arguments.lines_per_minute}
             row |= {kind.__name__: kind(program, out, given) for kind in order}
-            say(row)
-            rows.append(row)
-    return keep("supervision", rows, add=arguments.add)
+            yield row
 
 
 def summary(result: Result) -> list[dict[str, Any]]:

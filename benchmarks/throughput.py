@@ -9,12 +9,13 @@ the wall clock where other programs run.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.assets import make_assets
-from benchmarks.harness import ROOT, Result, Row, keep, largest, load, say, spread
+from benchmarks.harness import ROOT, Result, Row, keep, largest, load, spread
 from benchmarks.peers import PEERS, peer_versions, run_peer
 
 ORDER = ("ours", "grouped", "llama-factory", "soup", "trl", "padded")
@@ -54,20 +55,22 @@ def chosen(arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> Result:
     """Run every peer once a round, one after the other."""
+    versions = peer_versions(chosen(arguments), arguments.peers)
+    return keep("throughput", _rows(arguments), add=arguments.add, more_versions=versions)
+
+
+def _rows(arguments: argparse.Namespace) -> Iterator[Row]:
     names = chosen(arguments)
     assets = arguments.work / f"chat-{arguments.rows}"
     stats = make_assets(assets, arguments.rows)
     before = load("throughput") if arguments.add else None
     first = 1 + max((row["round"] for row in before.rows), default=0) if before else 1
-    rows: list[Row] = []
     for number in range(first, first + arguments.rounds):
         for name in names:
             row: Row = {"round": number, "rows": arguments.rows} | run_peer(name, assets, arguments.peers)
             if "real_tokens" in row:
                 row["coverage"] = round(row["real_tokens"] / stats["tokens"], 4)
-            say(row)
-            rows.append(row)
-    return keep("throughput", rows, add=arguments.add, more_versions=peer_versions(names, arguments.peers))
+            yield row
 
 
 def ratios(result: Result, figure: str) -> dict[str, float]:

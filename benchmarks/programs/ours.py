@@ -1,11 +1,13 @@
-"""This package on two CPU ranks: `ours.py ASSETS OUT tasks|flow [STEPS]`.
+"""This package on two CPU ranks: `ours.py ASSETS OUT tasks|seen|flow [STEPS]`.
 
 One thread a rank, fp32, 16 rows per optimizer step, at most 512 tokens a row, no checkpoints: what plain `Trainer`
 with 8 rows a rank does. `tasks` calls the tasks without Prefect's server, `flow` is the flow with the server of
-PREFECT_API_URL. When each part began is left in OUT/phases.json, Unix seconds.
+PREFECT_API_URL. `seen` is `tasks` with what an earlier run of the same model left in the cache, and rows that are not
+in it. When each part began is left in OUT/phases.json, Unix seconds.
 """
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -40,6 +42,12 @@ values: dict[str, Any] = {
     "recovery": {"save_steps": 0},
     "launcher": {"omp_num_threads": 1},
 }
+if how == "seen":
+    kept = Path(assets, "seen")
+    values["data"]["cache_dir"] = str(kept)
+    shutil.rmtree(kept / "data", ignore_errors=True)
+    for rows in kept.glob("look/rows-*"):
+        rows.unlink()
 
 
 def timed(name, task, *arguments, **more):

@@ -163,7 +163,13 @@ def test_imports_keep_their_direction(file: Path) -> None:
 
 
 OUTSIDE = {
-    "json.loads(": {"json_text.py", "user_file.py", "cli_spec.py", "deploy/pools.py", "drill/flow_process.py"},
+    "json.loads(": {
+        "json_text.py",
+        "user_file.py",
+        "cli_spec.py",
+        "deploy/pools.py",
+        "drill/flow_process.py",
+    },
     "json.load(": {"launch/supervisor.py"},
     "yaml.load(": {"user_yaml.py"},
     "yaml.safe_load(": {"deploy/deployments.py"},
