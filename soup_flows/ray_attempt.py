@@ -11,10 +11,11 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from soup_flows.cluster_hosts import differences
 from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines.ray import per_machine
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.ray_host import Host, Seen, collect_word, differences, leave_word
+from soup_flows.ray_host import Host, Seen, collect_word, leave_word
 
 MARGIN_S = 12.0
 """Seconds beyond the stop budget after which a machine that says nothing is taken for lost."""

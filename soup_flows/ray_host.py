@@ -11,41 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict
 
+from soup_flows.cluster_hosts import SHARED_S, HostSeen
 from soup_flows.cluster_job import free_port, on_host
 from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines import finished
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.run import run
 from soup_flows.launch.supervised import sweep
-from soup_flows.manifest import library_versions
 from soup_flows.paths import RunPaths
 
-SHARED_S = 70.0
-"""Longest wait until a new file is seen by another machine: NFS may take a minute (`man 5 nfs`, acdirmax)."""
-SKEW_S = 5.0
-"""Difference of clocks that is pointed out: which rank failed first is told by them."""
 
+class Seen(HostSeen):
+    """What a machine of a Ray cluster says about itself."""
 
-class Seen(BaseModel):
-    """What a machine of the run says about itself."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
     node: str
     """Ray's id of it."""
-    address: str
-    """By which the others reach it."""
     port: int
     """One that is free there."""
-    time: float
-    """Unix seconds."""
-    versions: dict[str, str]
-    """Library to version."""
-    shares: bool
-    """Whether it saw the word that was left for it in the run directory, and could write beside it."""
 
 
 class Host:
@@ -69,15 +52,10 @@ class Host:
         for marker in markers:
             sweep(marker)
         paths = RunPaths(Path(run_dir))
-        return Seen(
-            name=socket.gethostname(),
-            node=self.node,
-            address=self.address,
-            port=free_port(),
-            time=time.time(),
-            versions=library_versions(),
-            shares=_shares(paths.temp, word),
-        ).model_dump_json()
+        shares = _shares(paths.temp, word)
+        port = free_port()
+        seen = Seen.here(paths, node=self.node, address=self.address, port=port, shares=shares)
+        return seen.model_dump_json()
 
     def run(self, launch_json: str, meet_json: str | None, cwd: str) -> tuple[bool, str]:
         """Run this machine's ranks to their end.
@@ -112,33 +90,6 @@ def collect_word(paths: RunPaths, word: str) -> None:
     """Remove the word and the answers to it."""
     for path in paths.temp.glob(f"ray-word-{word}*"):
         path.unlink(missing_ok=True)
-
-
-def differences(seen: list[Seen], since: float) -> tuple[list[str], list[str]]:
-    """Return why these machines cannot run together, and what is odd about them.
-
-    Args:
-        seen: what each said.
-        since: Unix time here when they were asked.
-    """
-    now = time.time()
-    faults = [
-        f"{host.name} ({host.address}) does not share the run directory" for host in seen if not host.shares
-    ]
-    first = seen[0]
-    for host in seen[1:]:
-        names = {**first.versions, **host.versions}
-        faults += [
-            f"{name} is {first.versions.get(name)} on {first.name} and {host.versions.get(name)} on {host.name}"
-            for name in names
-            if first.versions.get(name) != host.versions.get(name)
-        ]
-    odd = [
-        f"the clock of {host.name} differs by at least {max(since - host.time, host.time - now):.0f} s"
-        for host in seen
-        if max(since - host.time, host.time - now) > SKEW_S
-    ]
-    return faults, odd
 
 
 def interface_variables(address: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from soup_flows.errors import Refused
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.ray import WAITS, per_machine
 from soup_flows.launch.engines.ray_http import in_words
-from soup_flows.launch.receipt import collect_receipts, new_receipt
+from soup_flows.launch.receipt import collect_receipts, new_receipt, write_no_start
 from soup_flows.paths import RunPaths, write_atomic, write_json
 from soup_flows.ray_attempt import Attempt, Lost, Unfit, say
 from soup_flows.ray_elastic import Sizes, count
@@ -154,12 +154,8 @@ class Job:
     def give_up(self, words: str) -> None:
         """Keep why an attempt could not begin."""
         say(words)
-        receipt = new_receipt(self.launch.run_id)
-        receipt |= {"reason": "stopped" if self.told else "unfit", "detail": words, "stop_time": time.time()}
-        receipt |= {"survivors": []}
-        attempt = self.launch.attempt_paths
-        attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(attempt.receipt, receipt)
+        reason = "stopped" if self.told else "unfit"
+        write_no_start(self.launch.attempt_paths, self.launch.run_id, words, reason)
 
     def say_how_it_ended(self, lost: str) -> bool:
         """Put the receipts of all machines together; returns whether another attempt goes on from here."""

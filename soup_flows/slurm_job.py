@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from soup_flows.cluster_hosts import differences, forget_meetings, meet_others
 from soup_flows.cluster_job import (
     ask_to_save,
     free_port,
@@ -29,7 +30,7 @@ from soup_flows.errors import Refused
 from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.local import ASKED
-from soup_flows.launch.receipt import collect_receipts
+from soup_flows.launch.receipt import collect_receipts, write_no_start
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_atomic, write_json
 
@@ -62,11 +63,21 @@ def begin(paths: RunPaths) -> int:
 def node(paths: RunPaths) -> int:
     """Run this host's ranks to their end; the exit code ends the other hosts only after a failure."""
     launch = read_launch(paths)
-    if launch.nodes > 1:
-        meet = Rendezvous.model_validate_json(meeting(paths).read_bytes())
-        launch = on_host(launch, meet.model_copy(update={"node": int(os.environ["SLURM_NODEID"])}))
     heard: list[float] = []
     signal.signal(signal.SIGTERM, lambda *_: heard.append(time.monotonic()))
+    if launch.nodes > 1:
+        meet = Rendezvous.model_validate_json(meeting(paths).read_bytes())
+        meet = meet.model_copy(update={"node": int(os.environ["SLURM_NODEID"])})
+        why = _why_not(paths, meet, lambda: heard)
+        if not why:
+            try:
+                launch = on_host(launch, meet)
+            except OSError as error:
+                why = str(error)
+        if why:
+            print(why, file=sys.stderr)  # noqa: T201
+            write_no_start(launch.attempt_paths, launch.run_id, why, node=meet.node)
+            return 1
 
     def asked() -> str | None:
         late = heard and time.monotonic() - heard[0] > SIGNAL_S
@@ -74,6 +85,18 @@ def node(paths: RunPaths) -> int:
 
     outcome = run(launch, should_stop=asked)
     return 0 if finished(launch.attempt_paths) or outcome.reason in ASKED else 1
+
+
+def _why_not(paths: RunPaths, meet: Rendezvous, stopped: Callable[[], object]) -> str:
+    """Return why the hosts of this start cannot run together; empty if they can. What is odd is printed once."""
+    since = meeting(paths).stat().st_mtime
+    seen = meet_others(paths, meet.id, meet.node, meet.nodes, stopped)
+    if isinstance(seen, str):
+        return seen
+    faults, odd = differences(seen, since)
+    if meet.node == 0:
+        print(*odd, sep="\n", end="\n" if odd else "")  # noqa: T201
+    return "; ".join(faults)
 
 
 def leave(paths: RunPaths) -> int:
@@ -86,6 +109,7 @@ def leave(paths: RunPaths) -> int:
 
 def end(paths: RunPaths) -> int:
     """Say how the job ended; before a time limit, with a new checkpoint, have it started again."""
+    forget_meetings(paths)
     attempt = read_launch(paths).attempt_paths
     receipt = collect_receipts(attempt)
     if receipt:

@@ -136,6 +136,23 @@ def read_receipt_file(path: Path) -> dict[str, Any]:
         return {}
 
 
+def write_no_start(
+    attempt: AttemptPaths, run_id: str, detail: str, reason: str = "unfit", node: int = 0
+) -> None:
+    """Write the receipt of an attempt that could not begin; nothing of it was started.
+
+    Args:
+        attempt: its files.
+        run_id: the run.
+        detail: why.
+        reason: `unfit`, or what ended it while it waited.
+        node: the host that says so.
+    """
+    receipt = new_receipt(run_id) | {"reason": reason, "detail": detail, "stop_time": time.time()}
+    attempt.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_json(attempt.receipt_of(node), receipt | {"survivors": []})
+
+
 def collect_receipts(attempt: AttemptPaths) -> dict[str, Any]:
     """Put the receipts of all hosts together; empty if no host wrote one.
 

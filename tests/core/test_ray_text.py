@@ -17,6 +17,7 @@ import pytest
 
 from soup_flows.cli import GOOD, main
 from soup_flows.cli_plan import machine
+from soup_flows.cluster_hosts import differences
 from soup_flows.errors import Refused
 from soup_flows.hardware.imagined import imagined
 from soup_flows.launch.engines.cluster import Unanswered
@@ -33,7 +34,7 @@ from soup_flows.launch.plan import PASSED_SECRETS, LaunchPlan, build_launch_plan
 from soup_flows.paths import RunPaths
 from soup_flows.ray_elastic import Sizes
 from soup_flows.ray_elastic import count as machines_with
-from soup_flows.ray_host import Seen, differences, interface_variables
+from soup_flows.ray_host import Seen, interface_variables
 from soup_flows.ray_settings import RaySettings
 from soup_flows.sharding import make_plan
 from soup_flows.spec import parse_spec
@@ -291,7 +292,7 @@ def test_what_cannot_be_asked_is_refused(ray: dict[str, Any], words: str) -> Non
 
 
 def seen(name: str, **changes: Any) -> Seen:
-    values = {"name": name, "node": name, "address": name, "port": 1, "time": time.time(), "shares": True}
+    values = {"name": name, "node": name, "address": name, "port": 1, "time": time.time(), "data": "7f"}
     return Seen.model_validate({**values, "versions": {"torch": "2.13.0"}, **changes})
 
 
@@ -304,10 +305,15 @@ def test_machines_that_cannot_run_together() -> None:
             seen("b", shares=False),
             seen("c", versions={"torch": "2.12.0"}),
             seen("d", time=since - 60),
+            seen("e", data="/scratch/data/7f is not there"),
         ],
         since,
     )
-    assert faults == ["b (b) does not share the run directory", "torch is 2.13.0 on a and 2.12.0 on c"]
+    assert faults == [
+        "b (b) does not share the run directory",
+        "torch is 2.13.0 on a and 2.12.0 on c",
+        "the prepared rows differ between a and e (/scratch/data/7f is not there)",
+    ]
     assert odd == ["the clock of d differs by at least 60 s"]
 
 

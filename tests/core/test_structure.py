@@ -71,6 +71,7 @@ CORE = (
     "mirror",
     "recovery",
     "stop",
+    "cluster_hosts",
     "cluster_job",
     "ray_host",
     "ray_elastic",
