@@ -141,7 +141,9 @@ def engine(launch: LaunchPlan, lease_fds: Sequence[int] = ()) -> Engine:
     """
     if launch.engine == "local":
         return LocalEngine(lease_fds)
-    return SlurmEngine() if launch.engine == "slurm" else RayEngine(launch.ray)
+    if launch.engine == "slurm":
+        return SlurmEngine(silence_s=launch.silence_s)
+    return RayEngine(launch.ray, silence_s=launch.silence_s)
 
 
 def running_elsewhere(paths: RunPaths) -> LaunchPlan | None:

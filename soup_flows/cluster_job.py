@@ -12,6 +12,7 @@ from typing import Any
 
 from soup_flows.attempts import reconcile
 from soup_flows.launch.elastic import Rendezvous, elastic_argv
+from soup_flows.launch.hosts import missing
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.ledger import Change
@@ -89,7 +90,12 @@ def _why(launch: LaunchPlan, title: str) -> dict[str, Any]:
     if not receipt:
         words = f"{title} started the job again, and no host had left a receipt"
         receipt = new_receipt(launch.run_id) | {"reason": "node_lost", "detail": words, "survivors": []}
-    elif receipt["reason"] in ("signal", "holder_gone", "stopped"):
+    elif receipt["reason"] not in ("signal", "holder_gone", "stopped"):
+        pass
+    elif gone := missing(launch.attempt_paths.root):
+        words = f"{', '.join(gone)} left no receipt, and {title} started the job again"
+        receipt |= {"reason": "node_lost", "detail": words}
+    else:
         receipt |= {"reason": "preempted", "detail": f"{title} ended the job and started it again"}
     return receipt
 
@@ -106,6 +112,11 @@ def new_step(attempt: AttemptPaths) -> int | None:
     stopped = found.get("stopped_at")
     saved = None if stopped is None else stopped.last_saved
     return saved if saved is not None and saved > found.get("started_from", 0) else None
+
+
+def saved_more(attempt: AttemptPaths) -> bool:
+    """Whether an attempt made a checkpoint, so that another goes on from a later step."""
+    return bool(read_attempt(attempt)["checkpoints"])
 
 
 def free_port() -> int:

@@ -25,6 +25,7 @@ FailureClass = Literal[
     "stalled",
     "rank_killed",
     "node_lost",
+    "cluster_silent",
     "preempted",
     "cancelled",
     "timeout",
@@ -183,6 +184,10 @@ class NodeLost(TrainingFailed):
     """A host went away."""
 
 
+class ClusterSilent(TrainingFailed):
+    """The cluster stopped answering; its job may still run, and the next start of the run attaches to it."""
+
+
 class Preempted(TrainingFailed):
     """A scheduler took the machine back."""
 
@@ -240,6 +245,7 @@ FAILURES: dict[FailureClass, type[TrainingFailed]] = {
     "stalled": Stalled,
     "rank_killed": RankKilled,
     "node_lost": NodeLost,
+    "cluster_silent": ClusterSilent,
     "preempted": Preempted,
     "cancelled": Cancelled,
     "timeout": TimeLimit,

@@ -201,6 +201,9 @@ def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitS
                 ready.paths.stop_request.unlink(missing_ok=True)
                 ready = ready.with_change(ready.change)
                 continue
+            if report.failure_class == "cluster_silent":  # its job may still run: no other attempt
+                save_report(report)
+                raise
             decision = decide(ready.spec.recovery, ready.plan, report.ledger, ready.replanned)
             save_attempts(report, decision.reason)
             get_run_logger().warning("Attempt %d: %s", ready.launch.attempt, decision.reason)

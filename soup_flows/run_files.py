@@ -59,6 +59,7 @@ def write_run(
             lease=lease_settings(spec, plan),
             nodes=plan.nodes,
             cluster=spec.launcher.cluster,
+            silence_s=spec.launcher.silence_s,
         )
     write_atomic(paths.launch, launch.model_dump_json(indent=2))
     return launch, orders

@@ -204,6 +204,9 @@ class LauncherSettings(Group):
     """Threads of each rank; cores divided by ranks when empty."""
     stall_floor_s: float = Field(300.0, gt=0, title="Shortest stall (seconds)")
     """A run without a step for this long, and for ten times its longest step, is stopped as stalled."""
+    silence_s: float = Field(1800.0, gt=0, title="Longest silence of the cluster (seconds)")
+    """With `slurm` and `ray`: the flow waits no longer when there was no answer, and no sign of life in the run
+    directory, for this long; the job is left alone."""
     lease: Literal["auto", "on", "off"] = Field("auto", title="Lease devices")
     """Hold the run's devices by a lock on this host: `auto` leases GPUs; `on` leases CPU cores too."""
     max_wait_min: float | None = Field(None, ge=0, title="Longest wait for devices (minutes)")

@@ -25,11 +25,14 @@ from soup_flows.cluster_job import (
     next_attempt,
     on_host,
     read_launch,
+    saved_more,
 )
 from soup_flows.errors import Refused
 from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines import finished
 from soup_flows.launch.engines.local import ASKED
+from soup_flows.launch.hosts import missing
+from soup_flows.launch.outcome import classify
 from soup_flows.launch.receipt import collect_receipts, write_no_start
 from soup_flows.launch.run import run
 from soup_flows.paths import RunPaths, write_atomic, write_json
@@ -108,7 +111,7 @@ def leave(paths: RunPaths) -> int:
 
 
 def end(paths: RunPaths) -> int:
-    """Say how the job ended; before a time limit, with a new checkpoint, have it started again."""
+    """Say how the job ended; with a new checkpoint, have it started again before a time limit or without a host."""
     forget_meetings(paths)
     attempt = read_launch(paths).attempt_paths
     receipt = collect_receipts(attempt)
@@ -116,6 +119,11 @@ def end(paths: RunPaths) -> int:
         write_json(attempt.receipt, receipt)
     if finished(attempt):
         return 0
+    if classify(attempt, receipt).failure_class == "node_lost" and saved_more(attempt):
+        if receipt["reason"] != "node_lost":  # all that the other ranks know is that a peer is gone
+            detail = f"{', '.join(missing(attempt.root))} left no receipt"
+            write_json(attempt.receipt, receipt | {"reason": "node_lost", "detail": detail})
+        return _requeue()
     if not _leaving(paths).exists() or receipt.get("reason") != "exited":
         return 1
     step = new_step(attempt)
@@ -125,6 +133,10 @@ def end(paths: RunPaths) -> int:
         return 1
     words = f"the time limit of the job came near; saved at step {step}"
     write_json(attempt.receipt, receipt | {"reason": "preempted", "detail": words})
+    return _requeue()
+
+
+def _requeue() -> int:
     done = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
     if done.returncode == 0:
         signal.pause()  # Slurm ends this process

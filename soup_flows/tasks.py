@@ -23,11 +23,11 @@ from soup_flows.attempt_report import failure_of, report_of, report_of_stop
 from soup_flows.attempts import record
 from soup_flows.block_use import checkpoint_store, credentials
 from soup_flows.data.prepare import PreparedData, prepare_data
-from soup_flows.errors import Problem, Refused, TrainingFailed
+from soup_flows.errors import ClusterSilent, Problem, Refused, TrainingFailed
 from soup_flows.hardware import Hardware, detect
 from soup_flows.hardware.recorded import read_recorded
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.ledger import Change
+from soup_flows.ledger import Change, read_ledger
 from soup_flows.live import emit_end
 from soup_flows.measured import recall
 from soup_flows.own_run import own_run_watch
@@ -249,7 +249,12 @@ def launch_distributed_train(
     except BaseException as stopped:
         number = present_attempt(launch)
         found = base | {"attempts": number, "seconds": time.monotonic() - clock}
-        report = record(paths, number, report_of_stop(paths, number, stopped, found), begun, change)
+        report = report_of_stop(paths, number, stopped, found)
+        if isinstance(stopped, ClusterSilent):  # the attempt may go on: its line comes when it has ended
+            report = report.model_copy(update={"ledger": read_ledger(paths.attempts)})
+            report.save()
+        else:
+            report = record(paths, number, report, begun, change)
         emit_end(report)
         if isinstance(stopped, TrainingFailed):
             raise failure_of(report) from None

@@ -72,6 +72,7 @@ ADVICE: dict[FailureClass, str] = {
     "stalled": "Read stacks/rank_*.txt: a rank that is not in a collective is the one the others wait for.",
     "rank_killed": "See who ended it: the kernel log (dmesg), the scheduler, or a person. It can be resumed.",
     "node_lost": "Check the host and resume from the last checkpoint.",
+    "cluster_silent": "Start the same run again when the cluster answers: it finds the job, or its result.",
     "preempted": "Resume from the last checkpoint.",
     "cancelled": "Nothing is left running. Resume from the last checkpoint if it was not meant.",
     "timeout": "Raise the time limit or resume from the last checkpoint.",

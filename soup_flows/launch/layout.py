@@ -35,6 +35,15 @@ def heartbeat(attempt: Path, rank: int) -> Path:
     return attempt / "heartbeat" / f"rank_{rank}"
 
 
+HOST_BEATS = "heartbeat/node_*"
+"""Where `host_beat` is, for all hosts."""
+
+
+def host_beat(attempt: Path, node: int) -> Path:
+    """Holds `<host name> runs`, or `ended`, of one of several hosts; its time is that of its last sign of life."""
+    return attempt / "heartbeat" / f"node_{node}"
+
+
 def stopping(attempt: Path) -> Path:
     """Written before the ranks are asked to end: `{"reason", "deadline"}`, Unix seconds until SIGKILL, JSON."""
     return attempt / "stopping.json"

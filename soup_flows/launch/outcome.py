@@ -16,6 +16,7 @@ from soup_flows.errors import FailureClass, Problem
 from soup_flows.json_text import parse_object
 from soup_flows.launch.advice import ADVICE, STOPPED, match_text, match_types
 from soup_flows.launch.events import last_lines, strip_ansi
+from soup_flows.launch.hosts import missing
 from soup_flows.launch.kernel import memory_kill
 from soup_flows.launch.proc import signal_name
 from soup_flows.launch.stacks import stall_cause
@@ -132,6 +133,7 @@ def classify(attempt: AttemptPaths, receipt: dict[str, Any]) -> Verdict:
     rules: Iterable[Callable[[], Verdict | None]] = (
         # what the other ranks say of a machine that went away is that they lost a peer
         lambda: _from_stop(attempt, receipt) if receipt.get("reason") == "node_lost" else None,
+        lambda: _from_missing(attempt, errors) if errors and all(map(_peer_gone, errors)) else None,
         lambda: _from_death(attempt, death, receipt) if death and not _error_before(death, errors) else None,
         lambda: _from_error(min(errors, key=lambda e: (_peer_gone(e), e.time))) if errors else None,
         lambda: _from_stop(attempt, receipt),
@@ -217,6 +219,17 @@ def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str,
         if kind is not None:
             return _verdict(kind, f"rank {rank} ended by {name}: {_short(line)}")
     return _verdict("rank_killed", f"rank {rank} crashed with {name}")
+
+
+def _from_missing(attempt: AttemptPaths, errors: list[RankError]) -> Verdict | None:
+    """All that ranks say is that a peer is gone, and a host left not even a receipt."""
+    gone = missing(attempt.root)
+    if not gone:
+        return None
+    kind, sentence = STOPPED["node_lost"]
+    return _verdict(
+        kind, f"{sentence}: {', '.join(gone)}; rank {errors[0].rank}: {_short(errors[0].message)}"
+    )
 
 
 # -- a rank raised ---------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class LaunchPlan(BaseModel):
     """The attempt is stopped after this many seconds."""
     stall: StallSettings = StallSettings()
     """When the watchdog stops the attempt."""
+    silence_s: float = Field(1800.0, gt=0)
+    """Seconds without an answer of the cluster and without a sign of life after which the flow waits no longer."""
     lease: LeaseSettings | None = None
     """Devices to lease, one per rank, when the attempt starts; None takes what is visible."""
     log_limit_bytes: int = Field(64 << 20, ge=1 << 12)
@@ -192,6 +194,7 @@ def build_launch_plan(
     lease: LeaseSettings | None = None,
     nodes: int = 1,
     cluster: SlurmSettings | RaySettings | None = None,
+    silence_s: float = 1800.0,
 ) -> LaunchPlan:
     """Return the plan that starts the rank program on this host under torch elastic.
 
@@ -211,6 +214,7 @@ def build_launch_plan(
         lease: the devices to hold while the attempt runs, or None.
         nodes: hosts.
         cluster: what a job asks its cluster for, or None to start on this host.
+        silence_s: as in `LaunchPlan`.
 
     Raises:
         pydantic.ValidationError: if a value is out of range or `config_path` is not a temporary copy.
@@ -256,4 +260,5 @@ def build_launch_plan(
         timeout_s=timeout_s,
         stall=stall or StallSettings(),
         lease=lease,
+        silence_s=silence_s,
     )

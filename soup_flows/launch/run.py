@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from soup_flows.errors import Refused
+from soup_flows.errors import ClusterSilent, Refused
 from soup_flows.launch.engines import Engine, Handle, Status, finished
 from soup_flows.launch.engines.local import LocalEngine
 from soup_flows.launch.plan import LaunchPlan
@@ -84,6 +84,7 @@ def follow(
 
     Raises:
         Refused: if the engine cannot run it.
+        ClusterSilent: if it has not answered for too long; its job is left alone.
         OSError: if the supervisor cannot be started.
         BaseException: whatever is raised in the calling thread while it waits (a termination signal, a
             timeout of the task, Ctrl-C), after everything has been stopped within the stop budget.
@@ -94,14 +95,15 @@ def follow(
     if problems:
         raise Refused(problems)
     wait = _Wait(engine, plan, on_lines, on_events, on_status, poll_s)
-    reason = ""
     try:
         reason = wait.until_ended(should_stop)
-    except BaseException as error:
-        reason = f"interrupted by {type(error).__name__}"
+    except ClusterSilent:
+        wait.leave()
         raise
-    finally:
-        receipt = wait.end(reason)
+    except BaseException as error:
+        wait.end(f"interrupted by {type(error).__name__}")
+        raise
+    receipt = wait.end(reason)
     return Outcome(
         receipt["exit_code"], receipt["reason"], receipt, time.monotonic() - begun, wait.plan.attempt
     )
@@ -151,6 +153,10 @@ class _Wait:
             self._on_status(status)
         self._said = status
         return status.ended
+
+    def leave(self) -> None:
+        """Wait no longer for a job that may go on."""
+        self._tailer.finish()
 
     def end(self, reason: str) -> dict[str, Any]:
         """End what is left and return the receipt; empty for what was never submitted."""

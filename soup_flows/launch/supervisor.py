@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from soup_flows.launch import layout, proc
+from soup_flows.launch.hosts import Hosts
 from soup_flows.launch.kernel import kernel_lines
 from soup_flows.launch.pump import Pump, RotatingLog, make_fifo
 from soup_flows.launch.receipt import (
@@ -82,6 +83,7 @@ class Supervisor:
         self.rank_fds: dict[int, int] = {}
         self.gone: set[int] = set()
         self.watchdog = Watchdog(self.attempt, self.ranks * spec["nodes"], **spec["stall"])
+        self.hosts = Hosts(self.attempt, self.node, spec["nodes"], self.watchdog.floor_s)
 
     def start(self) -> None:
         """Become a subreaper, open every pipe, and start the launcher."""
@@ -173,11 +175,15 @@ class Supervisor:
         for pump in self.pumps.values():
             pump.tick(now)
         self._find_ranks()
+        self.hosts.beat(now)
+        lost = self.hosts.lost(now, self.watchdog.quiet_s(now))
         timeout_s = self.spec["timeout_s"]
         if os.getppid() != self.spec["holder_pid"]:  # a fork of the flow may keep the lease open
             self._stop("holder_gone", "the flow process ended", self._grace_s())
         elif timeout_s is not None and now - self.started > timeout_s:
             self._stop("timeout", f"the time limit of {timeout_s:g} s has passed", self._grace_s())
+        elif lost is not None:
+            self._stop("node_lost", lost, min(5.0, self._grace_s()))
         elif self.death_until is not None and now > self.death_until:
             self._stop("rank_died", "a rank died and the launcher did not stop the others", LEFTOVERS_S)
         elif self.stacks_until is not None:
@@ -291,6 +297,7 @@ class Supervisor:
             ended=time.time(),
         )
         write_receipt(self.attempt, self.receipt, self.node)
+        self.hosts.end()
         if self.receipt["reason"] == "holder_gone":
             for fd in self.spec["lease_fds"]:
                 fcntl.flock(fd, fcntl.LOCK_UN)  # a fork of the dead flow may still have a copy

@@ -48,6 +48,10 @@ class Watchdog:
         training = phases == {"train"}
         return max(self.floor_s, self.factor * self.longest_step_s) if training else self.startup_s
 
+    def quiet_s(self, now: float) -> float:
+        """Return for how many seconds no rank has been heard."""
+        return now - max((beat.seen for beat in self.beats.values()), default=now)
+
     def check(self, now: float, ended: set[int]) -> dict[str, Any] | None:
         """Read the heartbeats; return what is stuck, or None.
 

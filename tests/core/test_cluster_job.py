@@ -9,6 +9,7 @@ import pytest
 
 from soup_flows.cluster_job import next_attempt, on_host, read_launch
 from soup_flows.launch.elastic import Rendezvous
+from soup_flows.launch.hosts import Hosts
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.ledger import read_ledger
 from soup_flows.paths import RunPaths, write_json
@@ -74,6 +75,21 @@ def test_the_ledger_says_why_the_job_started_again(
     assert (row.state, row.failure_class) == ("cancelled", failure_class)
     assert words in row.cause
     assert Orders.model_validate_json(paths.orders.read_bytes()).learning_rate_scale == 0.5
+
+
+def test_a_host_without_a_receipt_is_what_the_job_lost(
+    ended: tuple[RunPaths, LaunchPlan, ShardingPlan],
+) -> None:
+    """The others saw a signal of the cluster, as in a preemption, in which every host leaves its receipt."""
+    paths, launch, _ = ended
+    attempt = launch.attempt_paths
+    for node in (0, 1):
+        Hosts(attempt.root, node, 2, 300).beat(0.0)
+    (attempt.root / "heartbeat" / "node_1").write_text("phobos runs\n")
+    write_json(attempt.receipt, {"reason": "signal", "detail": "", "stop_time": 1.0})
+    next_attempt(paths, launch, "Moon")
+    (row,) = read_ledger(paths.attempts)
+    assert (row.failure_class, "phobos left no receipt, and Moon started" in row.cause) == ("node_lost", True)
 
 
 def test_another_size_is_another_plan_and_config(ended: tuple[RunPaths, LaunchPlan, ShardingPlan]) -> None:

@@ -18,6 +18,7 @@ from soup_flows.errors import FAILURES, FailureClass, TrainingFailed
 from soup_flows.launch import layout, proc
 from soup_flows.launch.advice import ADVICE, match_text, match_types
 from soup_flows.launch.events import LineTail, last_lines, sample_lines, strip_ansi, tail_events
+from soup_flows.launch.hosts import Hosts, missing
 from soup_flows.launch.outcome import classify, tails
 from soup_flows.launch.plan import LaunchPlan, build_launch_plan
 from soup_flows.launch.pump import Pump, RotatingLog
@@ -25,7 +26,7 @@ from soup_flows.launch.rank import EventWriter, write_error
 from soup_flows.launch.receipt import first_failure
 from soup_flows.launch.watchdog import Watchdog
 from soup_flows.pages import report_page
-from soup_flows.paths import RunPaths
+from soup_flows.paths import RunPaths, write_json
 from soup_flows.report import TrainReport
 
 RECEIPT: dict[str, Any] = {
@@ -346,6 +347,53 @@ def test_a_rank_that_nobody_reads_any_more_is_not_the_cause(
     assert classify(attempt, RECEIPT).failure_class == "code_error"
     failed(attempt_env, 1, KeyError("messages"), 9.0)
     assert "KeyError" in classify(attempt, died).cause
+
+
+def test_a_peer_that_is_gone_with_its_host_is_a_lost_host(
+    tmp_path: Path, attempt_env: pytest.MonkeyPatch
+) -> None:
+    """What the others say, connection reset, is no fault of theirs; a real error of one of them is."""
+    attempt = RunPaths(tmp_path).attempt(1)
+    here, there = Hosts(attempt.root, 0, 2, 300), Hosts(attempt.root, 1, 2, 300)
+    here.beat(0.0)
+    there.beat(0.0)
+    write_json(attempt.receipt, RECEIPT)
+    failed(attempt_env, 0, ConnectionError("Connection reset by peer"), 10.0)
+    verdict = classify(attempt, RECEIPT)
+    assert verdict.failure_class == "node_lost"
+    assert os.uname().nodename in verdict.cause
+    write_json(attempt.receipt_of(1), RECEIPT)
+    assert missing(attempt.root) == []
+    assert classify(attempt, RECEIPT).failure_class == "code_error"
+    attempt.receipt_of(1).unlink()
+    failed(attempt_env, 2, KeyError("messages"), 11.0)
+    assert "messages" in classify(attempt, RECEIPT).cause
+    there.end()
+    assert missing(attempt.root) == []
+
+
+def test_a_host_is_lost_when_it_and_all_ranks_are_silent(tmp_path: Path) -> None:
+    here, there = Hosts(tmp_path, 0, 2, floor_s=20), Hosts(tmp_path, 1, 2, floor_s=20)
+    here.beat(0.0)
+    assert here.lost(0.0, 0.0) is None  # it has not begun: torch elastic waits for it
+    there.beat(0.0)
+    assert [here.lost(now, now) for now in (10.0, 20.0, 30.0)] == [None] * 3  # first seen at 10
+    assert here.lost(31.0, 1.0) is None  # ranks make steps
+    words = here.lost(31.0, 31.0)
+    assert words == f"{os.uname().nodename} has given no sign of life for 21 s"
+    os.utime(tmp_path / "heartbeat" / "node_1", (1, 1))  # its clock may say anything
+    assert here.lost(32.0, 32.0) is None
+    assert here.lost(40.0, 40.0) is None
+    assert here.lost(100.0, 100.0) is None  # this host itself was paused
+    assert here.lost(110.0, 110.0) is None
+    assert here.lost(121.0, 121.0) is not None
+    there.end()
+    assert here.lost(122.0, 122.0) is None
+    alone = Hosts(tmp_path / "alone", 0, 1, floor_s=20)
+    alone.beat(0.0)
+    alone.end()
+    assert alone.lost(500.0, 500.0) is None
+    assert not (tmp_path / "alone").exists()
 
 
 def test_every_class_has_advice_and_every_row_is_reachable() -> None:

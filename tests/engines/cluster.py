@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd in the foreground."""
+"""A real Slurm of two nodes: munged and slurmctld on this machine, and two slurmd here or on pretend hosts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from tests.engines.pretend_hosts import Host
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 NODES = ("n1", "n2")
@@ -20,7 +22,7 @@ GENEROUS_S = 60.0
 
 CONFIG = """\
 ClusterName=soup
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({controller})
 SlurmctldPort={port}
 AuthType=auth/munge
 AuthInfo=socket={root}/munge.socket
@@ -41,7 +43,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 SlurmctldTimeout=60
-SlurmdTimeout=60
+SlurmdTimeout={silence_s}
 MinJobAge=600
 KillWait=30
 SchedulerParameters=sched_min_interval=200000,batch_sched_delay=0
@@ -73,19 +75,24 @@ class Daemons:
         self.started: list[subprocess.Popen[bytes]] = []
         self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(root / "slurm.conf")}
 
-    def start(self, *argv: str) -> subprocess.Popen[bytes]:
+    def start(self, *argv: str, host: Host | None = None) -> subprocess.Popen[bytes]:
         """Start a daemon in the foreground, with its output in the cluster's folder."""
         with (self.root / f"{argv[0]}.out").open("ab") as output:
             daemon = subprocess.Popen(
-                argv,
+                host.command(*argv) if host else argv,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-        self.started.append(daemon)
+        if host is None:
+            self.started.append(daemon)
         return daemon
+
+    def start_node(self, host: Host) -> None:
+        """Start the daemon of a pretend host, with which it ends."""
+        self.start("slurmd", "-D", "-f", str(self.root / "slurm.conf"), host=host)
 
     def call(self, *argv: str) -> str:
         """Run a command of Slurm and return what it printed."""
@@ -113,23 +120,26 @@ class Daemons:
                 daemon.wait()
 
 
-def _write_config(root: Path, port: int) -> None:
+def _write_config(root: Path, port: int, hosts: Sequence[Host], silence_s: int) -> None:
     lines = []
     gres = []
-    for number, name in enumerate(NODES):
+    names = [host.name for host in hosts] or list(NODES)
+    for number, name in enumerate(names):
         (root / f"spool-{name}").mkdir()
         devices = [root / f"gpu-{name}-{n}" for n in range(GPUS)]
         for device in devices:
             device.touch()
         gres.append(f"NodeName={name} Name=gpu File={root}/gpu-{name}-[0-{GPUS - 1}]")
+        where = f"NodeAddr={hosts[number].address}" if hosts else "NodeHostname=localhost NodeAddr=127.0.0.1"
         lines.append(
-            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port + 1 + number} "
-            f"CPUs={CPUS} RealMemory=8000 Gres=gpu:{GPUS}"
+            f"NodeName={name} {where} Port={port + 1 + number} CPUs={CPUS} RealMemory=8000 Gres=gpu:{GPUS}"
         )
     (root / "state").mkdir()
     (root / "gres.conf").write_text("\n".join(gres) + "\n")
     (root / "cgroup.conf").write_text("CgroupAutomount=no\n")
-    text = CONFIG.format(root=root, port=port, nodes="\n".join(lines), names=",".join(NODES))
+    controller = hosts[0].network.gateway if hosts else "127.0.0.1"
+    text = CONFIG.format(root=root, port=port, nodes="\n".join(lines), names=",".join(names),
+                         controller=controller, silence_s=silence_s)  # fmt: skip
     (root / "slurm.conf").write_text(text)
 
 
@@ -144,12 +154,18 @@ def free_ports(count: int, above: int = 16000) -> int:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[Daemons]:
-    """Start the cluster and wait until both nodes are idle."""
+def cluster(hosts: Sequence[Host] = (), root: Path | None = None, silence_s: int = 60) -> Iterator[Daemons]:
+    """Start the cluster and wait until both nodes are idle.
+
+    Args:
+        hosts: pretend hosts that are the nodes; two nodes on this machine without them.
+        root: an empty folder, which the hosts share; it is removed.
+        silence_s: seconds after which Slurm takes a node that does not answer for down (SlurmdTimeout).
+    """
     port = free_ports(1 + len(NODES))
-    root = Path(tempfile.mkdtemp(prefix="soup-slurm-", dir="/tmp"))
+    root = root or Path(tempfile.mkdtemp(prefix="soup-slurm-", dir="/tmp"))
     root.chmod(0o755)
-    _write_config(root, port)
+    _write_config(root, port, hosts, silence_s)
     daemons = Daemons(root)
     key = root / "munge.key"
     key.write_bytes(os.urandom(128))
@@ -164,7 +180,9 @@ def cluster() -> Iterator[Daemons]:
         while not (root / "munge.socket").exists() and time.monotonic() < end:
             time.sleep(0.05)
         daemons.start("slurmctld", "-D", "-f", str(root / "slurm.conf"))
-        for name in NODES:
+        for host in hosts:
+            daemons.start_node(host)
+        for name in () if hosts else NODES:
             daemons.start("slurmd", "-D", "-N", name, "-f", str(root / "slurm.conf"))
         daemons.until(("sinfo", "--noheader", "--partition=debug", "--format=%D %T"), f"{len(NODES)} idle")
         yield daemons

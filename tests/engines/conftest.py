@@ -19,7 +19,7 @@ from soup_flows.attempt import engine
 from soup_flows.errors import TrainingFailed
 from soup_flows.launch import proc
 from soup_flows.launch.engines import Engine
-from soup_flows.launch.engines.cluster import ClusterEngine
+from soup_flows.launch.engines.cluster import SILENCE_S, ClusterEngine
 from soup_flows.launch.engines.ray import RayEngine
 from soup_flows.launch.engines.slurm import SlurmEngine
 from soup_flows.launch.events import tail_events
@@ -53,7 +53,7 @@ def slurm(slurm_cluster: Daemons, monkeypatch: pytest.MonkeyPatch) -> Daemons:
     """The cluster as this process's Slurm, asked often."""
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, slurm_cluster.environment[name])
-    monkeypatch.setattr(ClusterEngine.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(ClusterEngine.__init__, "__defaults__", (1.0, SILENCE_S))
     return slurm_cluster
 
 
@@ -72,7 +72,7 @@ def ray(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
     """The cluster as this process's Ray, asked often."""
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", ray_cluster.address)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setattr(RayEngine.__init__, "__defaults__", (1.0,))
+    monkeypatch.setattr(RayEngine.__init__, "__defaults__", (1.0, SILENCE_S))
     return ray_cluster
 
 

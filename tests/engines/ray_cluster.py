@@ -1,4 +1,4 @@
-"""A real Ray of two machines on this one: a head with its dashboard, and a raylet on another loopback address."""
+"""A real Ray of two machines, a head with its dashboard and a raylet, on loopback addresses or pretend hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.engines.cluster import free_ports
+from tests.engines.pretend_hosts import Host
 
 HEAD, SECOND = "127.0.0.2", "127.0.0.3"
 CPUS = 4
@@ -37,53 +38,64 @@ def _path() -> str:
 class RayCluster:
     """The processes of the cluster, each machine in a session of its own."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, hosts: Sequence[Host] = (), token: str | None = None, notices: bool = True
+    ) -> None:
         self.root = root
+        self.hosts = {host.address: host for host in hosts}
+        self.head, self.second = list(self.hosts) or (HEAD, SECOND)
         self.port = free_ports(40, above=20000)  # below are those of Ray's workers
-        self.address = f"http://127.0.0.1:{self.port + 1}"
+        self.dashboard = self.head if hosts else "127.0.0.1"
+        self.address = f"http://{self.dashboard}:{self.port + 1}"
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "SOUP_FLOWS_"))},
             "PATH": _path(),
-            "RAY_AUTH_MODE": "disabled",
+            "RAY_AUTH_MODE": "token" if token else "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": str(root),
-            # a machine that is gone is noticed in some seconds, not in a minute
-            "RAY_health_check_initial_delay_ms": "1000",
-            "RAY_health_check_period_ms": "1000",
-            "RAY_health_check_timeout_ms": "2000",
-            "RAY_health_check_failure_threshold": "3",
         }
+        if notices:
+            self.environment |= {
+                "RAY_health_check_initial_delay_ms": "1000",
+                "RAY_health_check_period_ms": "1000",
+                "RAY_health_check_timeout_ms": "2000",
+                "RAY_health_check_failure_threshold": "3",
+            }
+        self.token = token
+        if token:
+            self.environment["RAY_AUTH_TOKEN"] = token
 
     def start(self, address: str) -> None:
         """Start a machine."""
-        first = self.port + (0 if address == HEAD else 20)
-        where = [f"--address={HEAD}:{self.port}"]
-        if address == HEAD:
-            where = [
-                "--head",
-                f"--port={self.port}",
-                "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={first + 1}",
-            ]
+        first = self.port + (0 if address == self.head else 20)
+        argv = ["ray", "start", "--block", f"--node-ip-address={address}", f"--num-cpus={CPUS}",
+                "--disable-usage-stats", "--object-store-memory=100000000"]  # fmt: skip
+        if address == self.head:
+            argv += ["--head", f"--port={self.port}", f"--dashboard-host={self.dashboard}"]
+            argv += [f"--dashboard-port={first + 1}"]
+        else:
+            argv.append(f"--address={self.head}:{self.port}")
+        if not self.hosts:  # else each has all ports of its own
+            names = ("node-manager-port", "object-manager-port", "dashboard-agent-listen-port",
+                     "dashboard-agent-grpc-port", "runtime-env-agent-port", "metrics-export-port")  # fmt: skip
+            argv += [f"--{name}={first + 2 + number}" for number, name in enumerate(names)]
         with (self.root / f"{address}.out").open("ab") as output:
             self.machines[address] = subprocess.Popen(
-                ["ray", "start", *where, "--block", f"--node-ip-address={address}", f"--num-cpus={CPUS}",
-                 "--disable-usage-stats", "--object-store-memory=100000000", f"--node-manager-port={first + 2}",
-                 f"--object-manager-port={first + 3}", f"--dashboard-agent-listen-port={first + 4}",
-                 f"--dashboard-agent-grpc-port={first + 5}", f"--runtime-env-agent-port={first + 6}",
-                 f"--metrics-export-port={first + 7}"],
+                self.hosts[address].command(*argv) if self.hosts else argv,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def alive(self) -> set[str]:
         """Addresses of the machines that the head knows to be alive; empty while it does not answer."""
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        request = urllib.request.Request(f"{self.address}/api/v0/nodes?detail=1", headers=headers)
         try:
-            with urllib.request.urlopen(f"{self.address}/api/v0/nodes?detail=1", timeout=20) as answer:
+            with urllib.request.urlopen(request, timeout=20) as answer:
                 found = json.load(answer)["data"]["result"]["result"]
         except (OSError, ValueError, KeyError, TypeError):
             return set()
@@ -102,6 +114,10 @@ class RayCluster:
     def power_off(self, address: str) -> None:
         """End a machine at once, with everything on it."""
         machine = self.machines.pop(address)
+        if self.hosts:
+            self.hosts[address].power_off()
+            machine.wait()
+            return
         pids = _session(machine.pid)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -124,15 +140,28 @@ def _session(leader: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[RayCluster]:
-    """Start the cluster and wait until both machines are there."""
-    root = Path(tempfile.mkdtemp(prefix="soup-ray-", dir="/tmp"))
-    found = RayCluster(root)
+def cluster(
+    hosts: Sequence[Host] = (),
+    root: Path | None = None,
+    token: str | None = None,
+    notices: bool = True,
+) -> Iterator[RayCluster]:
+    """Start the cluster and wait until its machines are there.
+
+    Args:
+        hosts: pretend hosts that are its machines; two on this machine without them.
+        root: an empty folder that exists on every host; it is removed.
+        token: turns token authentication on, on the head alone.
+        notices: a machine that is gone is noticed in some seconds, and not in a minute as by default.
+    """
+    root = root or Path(tempfile.mkdtemp(prefix="soup-ray-", dir="/tmp"))
+    found = RayCluster(root, hosts, token, notices)
     try:
-        found.start(HEAD)
-        found.until_alive(HEAD)
-        found.start(SECOND)
-        found.until_alive(HEAD, SECOND)
+        found.start(found.head)
+        found.until_alive(found.head)
+        if token is None:
+            found.start(found.second)
+            found.until_alive(found.head, found.second)
         yield found
     finally:
         found.stop()

@@ -137,7 +137,7 @@ def test_a_dead_dashboard_is_no_end(ray: RayCluster, light: Light) -> None:
     found, plan = light.on("ray", "ready()\ntime.sleep(600)\n")
     handle = found.submit(plan)
     light.ranks_ready()
-    deaf = RayEngine(RaySettings(address="http://127.0.0.1:9"), 0.0)
+    deaf = RayEngine(RaySettings(address="http://127.0.0.1:9"), 0.0, silence_s=1.0)
     status = deaf.status(handle)
     assert (status.ended, "does not answer" in status.reason) == (False, True)
     with pytest.raises(Refused, match="ENGINE004"):  # a second job would write into the first one's folder

@@ -120,5 +120,5 @@ def test_a_dead_controller_is_no_end(slurm: Daemons, light: Light, monkeypatch: 
         with pytest.raises(
             Refused, match="ENGINE002"
         ):  # a second job would write into the first one's folder
-            SlurmEngine().submit(plan)
+            SlurmEngine(silence_s=1.0).submit(plan)
     assert found.cancel(handle, "enough")["reason"] == "stopped"

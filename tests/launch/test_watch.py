@@ -13,6 +13,7 @@ import pytest
 
 from soup_flows.attempt import run_attempt
 from soup_flows.launch import layout
+from soup_flows.launch.outcome import classify
 from soup_flows.launch.plan import StallSettings
 from soup_flows.launch.run import run
 from tests.launch.conftest import Launch, until
@@ -175,3 +176,18 @@ def test_supervisor_is_small_and_free_of_packages(launch: Launch) -> None:
     assert "site-packages" not in (proc / "maps").read_text()
     holder.kill()
     holder.wait()
+
+
+def test_a_silent_host_ends_the_ranks_of_the_others(launch: Launch) -> None:
+    """The supervisor of one of two hosts; the other has shown itself once."""
+    beats = launch.attempt.root / "heartbeat"
+    beats.mkdir(parents=True)
+    (beats / "node_1").write_text("deimos runs\n")
+    stall = StallSettings(floor_s=3, startup_s=600)
+    outcome = run(launch.plan("ready()\ntime.sleep(600)\n", nodes=2, engine="slurm", stall=stall))
+    assert outcome.reason == "node_lost"
+    assert "deimos has given no sign of life" in outcome.receipt["detail"]
+    assert (beats / "node_0").read_text().split()[1] == "ended"
+    verdict = classify(launch.attempt, outcome.receipt)
+    assert verdict.failure_class == "node_lost"
+    assert "deimos" in verdict.cause

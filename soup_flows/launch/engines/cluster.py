@@ -14,9 +14,11 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import ValidationError
 
-from soup_flows.errors import Problem, Refused, refuse
+from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
 from soup_flows.json_text import parse_json
+from soup_flows.launch.advice import ADVICE
 from soup_flows.launch.engines import Handle, LogLine, State, Status, finished, read_logs
+from soup_flows.launch.engines.silence import SHORT_S, Silence, done
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.paths import RunPaths, write_json
@@ -25,12 +27,17 @@ ASK_EVERY_S = 5.0
 """Seconds between two questions about a job; sites ask for few (`man 1 squeue`, PERFORMANCE)."""
 SETTLE_S = 2.0
 """Seconds after which an end is believed, since a job that is started again passes through one."""
+SILENCE_S = 1800.0
+"""Seconds without an answer and without a sign of life after which a flow waits no longer."""
 LATE_S = 90.0
 """The same for a job that says it finished: NFS may show a new file a minute late (`man 5 nfs`, acdirmax)."""
 
 
 class Unanswered(Exception):
     """The cluster did not answer; nothing is known about the job."""
+
+    final = False
+    """Whether asking again would change nothing."""
 
 
 class Job(Protocol):
@@ -79,13 +86,15 @@ class ClusterEngine(abc.ABC):
     unanswered: ClassVar[tuple[str, str]]
     """Problem id and fix where the cluster does not answer."""
 
-    def __init__(self, ask_every_s: float = ASK_EVERY_S) -> None:
+    def __init__(self, ask_every_s: float = ASK_EVERY_S, silence_s: float = SILENCE_S) -> None:
         """Remember nothing; every answer comes from the cluster or from the run directory.
 
         Args:
             ask_every_s: seconds between two questions about the job's state.
+            silence_s: seconds without an answer and without a sign of life after which waiting ends.
         """
-        self._ask_every_s = ask_every_s
+        self._ask_every_s, self._silence_s = ask_every_s, silence_s
+        self._silence = Silence()
         self._ask_at = 0.0
         self._ended_at: float | None = None
         self._last: Status | None = None
@@ -137,17 +146,24 @@ class ClusterEngine(abc.ABC):
     def attach(self, paths: RunPaths) -> Handle | None:
         """Find the run's job by the handle in its directory, else by its name, which is the run id.
 
+        A cluster that has answered to this run before may be away for a short while.
+
         Raises:
             Refused: if the cluster does not answer: a second job of the run would write into its directory.
         """
         known = self._kept(paths)
-        try:
-            if known is not None and alive(self._ask_again(known)):
-                return known
-            found = self._find(paths)
-        except Unanswered as error:
-            raise self._silent(error) from None
-        return self._keep(paths, found[-1]) if found else None
+        end = time.monotonic() + (min(SHORT_S, self._silence_s) if known is not None else 0.0)
+        while True:
+            try:
+                if known is not None and alive(self._ask_again(known)):
+                    return known
+                found = self._find(paths)
+            except Unanswered as error:
+                if error.final or time.monotonic() >= end:
+                    raise self._silent(error) from None
+                time.sleep(1.0)
+            else:
+                return self._keep(paths, found[-1]) if found else None
 
     def _ask_again(self, handle: Handle) -> Job | None:
         """Ask about a job that may be just ending."""
@@ -158,7 +174,11 @@ class ClusterEngine(abc.ABC):
         return refuse(rule, "launcher.engine", str(error), fix)
 
     def status(self, handle: Handle, within_s: float = 0.0) -> Status:
-        """Ask the cluster from time to time; whether an ended job succeeded is read from the run directory."""
+        """Ask the cluster from time to time; whether an ended job succeeded is read from the run directory.
+
+        Raises:
+            TrainingFailed: `cluster_silent`, when there was no answer and no sign of life for too long.
+        """
         time.sleep(min(within_s, 1.0))
         now = time.monotonic()
         if self._last is not None and (self._last.ended or now < self._ask_at):
@@ -168,7 +188,9 @@ class ClusterEngine(abc.ABC):
         try:
             self._job = self._ask(handle)
         except Unanswered as error:
-            return before.model_copy(update={"reason": str(error)})
+            self._last = self._unheard(handle, before, str(error))
+            return self._last
+        self._silence.broken()
         found = self._judge(handle)
         if not found.ended or found.state == "SUCCEEDED":
             self._ended_at = None
@@ -180,6 +202,20 @@ class ClusterEngine(abc.ABC):
                 return before
         self._last = found
         return found
+
+    def _unheard(self, handle: Handle, before: Status, why: str) -> Status:
+        """Say how the run is as far as its directory shows that."""
+        number = self._present(handle)
+        attempt = handle.paths.attempt(number)
+        if done(attempt):
+            return Status(state="SUCCEEDED", reason=why, attempt=number)
+        silent_s = self._silence.seconds(attempt, time.monotonic())
+        if silent_s > self._silence_s:
+            cause = f"{why}, for {silent_s:.0f} s in which the run directory showed no sign of life either"
+            cause += f"; {self.title} job {handle.job} may still be there"
+            advice = f"{ADVICE['cluster_silent']} {self.unanswered[1]}"
+            raise TrainingFailed("cluster_silent", cause, advice, handle.run_dir)
+        return before.model_copy(update={"reason": why, "attempt": number})
 
     def _judge(self, handle: Handle) -> Status:
         number, job = self._present(handle), self._job
@@ -200,8 +236,8 @@ class ClusterEngine(abc.ABC):
         """Cancel the job if it is asked to, wait for its end, and put the hosts' receipts together."""
         if self._receipt is not None:
             return self._receipt
-        if reason:
-            self._until_cancelled(handle)
+        if reason and not self._until_cancelled(handle):
+            reason += f"; {self.title} did not say that job {handle.job} has ended"
         attempt = handle.paths.attempt(self._present(handle))
         receipt = collect_receipts(attempt) or self._receipt_without_hosts(handle)
         if not reason and self._job is not None and self._job.state == self.cancelled:
@@ -216,8 +252,8 @@ class ClusterEngine(abc.ABC):
         write_json(attempt.receipt, receipt)
         return receipt
 
-    def _until_cancelled(self, handle: Handle) -> None:
-        """Cancel and wait until nothing runs."""
+    def _until_cancelled(self, handle: Handle) -> bool:
+        """Cancel and wait until nothing runs; returns whether the cluster said that."""
         end = time.monotonic() + self.end_s
         told = False
         while time.monotonic() < end:
@@ -225,8 +261,9 @@ class ClusterEngine(abc.ABC):
                 told = told or self._cancel(handle)
                 self._job = self._ask(handle)
                 if not alive(self._job):
-                    return
+                    return True
             time.sleep(0.5)
+        return False
 
     def _receipt_without_hosts(self, handle: Handle) -> dict[str, Any]:
         """Say how a job ended whose hosts wrote nothing: it never began, or the host went away."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.launch.engines import Handle
-from soup_flows.launch.engines.cluster import ASK_EVERY_S, ClusterEngine, Unanswered, alive
+from soup_flows.launch.engines.cluster import ASK_EVERY_S, SILENCE_S, ClusterEngine, Unanswered, alive
 from soup_flows.launch.engines.ray_http import (
     MODE,
     TOKEN,
@@ -55,14 +55,17 @@ class RayEngine(ClusterEngine):
         "start the flow where the dashboard can be reached; see `ray status` on the head",
     )
 
-    def __init__(self, settings: RaySettings, ask_every_s: float = ASK_EVERY_S) -> None:
+    def __init__(
+        self, settings: RaySettings, ask_every_s: float = ASK_EVERY_S, silence_s: float = SILENCE_S
+    ) -> None:
         """Find the dashboard; nothing is asked.
 
         Args:
             settings: where it is.
             ask_every_s: seconds between two questions about the job's state.
+            silence_s: as for every cluster.
         """
-        super().__init__(ask_every_s)
+        super().__init__(ask_every_s, silence_s)
         self._dashboard = Dashboard(settings, run_environment())
 
     def check(self, launch: LaunchPlan) -> list[Problem]:

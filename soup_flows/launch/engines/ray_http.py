@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from soup_flows.launch.engines.cluster import Unanswered
 from soup_flows.ray_settings import RaySettings
 
 ANSWER_S = 30.0
-"""Longest wait for an answer."""
+"""Longest wait for an answer to begin, for its next part, and for all of them."""
 ADDRESS, TOKEN, TOKEN_PATH, MODE = (
     "RAY_API_SERVER_ADDRESS",
     "RAY_AUTH_TOKEN",
@@ -70,6 +71,8 @@ MOST_BYTES = 64 * 2**20
 class Denied(Unanswered):
     """The token is missing or wrong."""
 
+    final = True
+
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Follows nothing: the token would go to whoever is named."""
@@ -109,16 +112,20 @@ class Dashboard:
             | ({"Authorization": f"Bearer {self.token}"} if self.token else {}),
         )
         try:
-            with self._opener.open(request, timeout=ANSWER_S) as answer:
-                return int(answer.status), answer.read(MOST_BYTES).decode("utf-8", "replace")
-        except urllib.error.HTTPError as error:
-            text = error.read(MOST_BYTES).decode("utf-8", "replace")
-            if error.code in (401, 403):
-                how = "refuses this token" if self.token else "wants a token"
-                raise Denied(f"the Ray cluster at {self.address} {how}") from None
-            return error.code, text
+            with self._open(request) as answer:
+                code, text = int(answer.status), _read(answer)
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise Unanswered(f"the Ray dashboard at {self.address} does not answer: {error!r}") from None
+        if code in (401, 403):
+            how = "refuses this token" if self.token else "wants a token"
+            raise Denied(f"the Ray cluster at {self.address} {how}")
+        return code, text
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        try:
+            return self._opener.open(request, timeout=ANSWER_S)
+        except urllib.error.HTTPError as error:  # an answer like another
+            return error
 
     def json(self, method: str, path: str, kind: type[T] = dict) -> T | None:  # type: ignore[assignment]
         """Return the JSON of an answer, which is of this kind; None for what is not there.
@@ -146,6 +153,17 @@ class Dashboard:
             Unanswered: if the dashboard does not tell them.
         """
         return read_machines(self.json("GET", "/api/v0/nodes?detail=1&limit=10000"))
+
+
+def _read(answer: Any) -> str:
+    """Read an answer, which may trickle in; what has not come within `ANSWER_S` is no answer."""
+    end = time.monotonic() + ANSWER_S
+    parts = bytearray()
+    while len(parts) < MOST_BYTES and (part := answer.read1(1 << 16)):
+        parts += part
+        if time.monotonic() > end:
+            raise TimeoutError(f"{len(parts)} bytes in {ANSWER_S:g} s, and not all of them")
+    return parts.decode("utf-8", "replace")
 
 
 def find_token(environ: Mapping[str, str]) -> str | None:
