@@ -142,7 +142,7 @@ class Attempt:
         """Hear how a machine ended; returns whether the run has finished."""
         name = self._names[number]
         try:
-            done, how = ray.get(ref)
+            done, how, detail = ray.get(ref)
         except ray.exceptions.RayActorError as error:
             self._lost.append(f"{name}: {first_line(error)}")
             self._stop_all(f"{name} was lost", 0.0)
@@ -151,7 +151,10 @@ class Attempt:
             self._unfit.append(f"{name} could not run: {first_line(error.cause)}")
             self._stop_all(self._unfit[-1], 0.0)
         else:
-            if not done:
+            if not done and how == "node_lost":  # its supervisor noticed, and knows who
+                self._lost.append(detail)
+                self._stop_all(detail, 0.0)
+            elif not done:
                 self._stop_all(f"{name} ended first: {how}", FOLLOW_S)
             return bool(done)
         return False

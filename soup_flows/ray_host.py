@@ -57,11 +57,11 @@ class Host:
         seen = Seen.here(paths, node=self.node, address=self.address, port=port, shares=shares)
         return seen.model_dump_json()
 
-    def run(self, launch_json: str, meet_json: str | None, cwd: str) -> tuple[bool, str]:
+    def run(self, launch_json: str, meet_json: str | None, cwd: str) -> tuple[bool, str, str]:
         """Run this machine's ranks to their end.
 
         Returns:
-            Whether the run has finished, and the reason of the receipt.
+            Whether the run has finished, and reason and detail of the receipt.
         """
         os.chdir(cwd)
         launch = LaunchPlan.model_validate_json(launch_json)
@@ -71,7 +71,7 @@ class Host:
         else:
             launch = launch.model_copy(update={"argv": (sys.executable, *launch.argv[1:])})
         outcome = run(launch, should_stop=lambda: self._reason)
-        return finished(launch.attempt_paths), outcome.reason
+        return finished(launch.attempt_paths), outcome.reason, str(outcome.receipt.get("detail", ""))
 
     def stop(self, reason: str) -> None:
         """Have the ranks save where they can, and end."""

@@ -96,6 +96,7 @@ def test_a_silent_host_under_slurm(
         report = run.attempt(power_off)
         went_on(report, run, wanted)
         assert lost.name in report.ledger[0].cause
+        assert (first == "watchdog") is ("no sign of life" in report.ledger[0].cause)
 
 
 @pytest.mark.parametrize("first", ["watchdog", "ray"])
@@ -126,3 +127,4 @@ def test_a_silent_host_under_ray(
         report = run.attempt(power_off)
         went_on(report, run, wanted)
         assert lost.name in report.ledger[0].cause
+        assert (first == "watchdog") is ("no sign of life" in report.ledger[0].cause)
