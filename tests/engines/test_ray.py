@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def test_a_lost_machine_is_waited_for(whole: RayCluster, make: Maker, undisturbe
 def test_fewer_machines_and_more_again(preset: str, whole: RayCluster, make: Maker) -> None:
     """The run goes on with one machine when the other is lost, and grows back; the global batch is kept.
 
-    It is long enough for a machine to start meanwhile.
+    The one rank is held until the other machine is there again, or its steps might be over before.
     """
     long = {"steps": 200, "every": 20}
     wanted = make("local", preset, **long).attempt()
@@ -70,8 +71,11 @@ def test_fewer_machines_and_more_again(preset: str, whole: RayCluster, make: Mak
     def power_off(run: Run, launch: LaunchPlan) -> None:
         run.wait_for(1, "checkpoint", 20)
         whole.power_off(SECOND)
-        run.wait_for(2, "started")
+        alone = next(e["pid"] for e in run.wait_for(2, "started") if e["kind"] == "started")
+        os.kill(alone, signal.SIGSTOP)
         whole.start(SECOND)
+        whole.until_alive(HEAD, SECOND)
+        os.kill(alone, signal.SIGCONT)
 
     ray = {"nodes": 2, "min_nodes": 1, "patience_s": 3}
     run = on_machines(make("ray", preset, elastic=True, ray=ray, **long))
