@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,28 +129,42 @@ class TestRealRay:
         assert losses(report) == losses(undisturbed)
 
     def test_the_next_start_takes_the_job_of_a_silent_cluster(
-        self, way: Proxy, make: Maker, undisturbed: TrainReport
+        self, way: Proxy, make: Maker, undisturbed: TrainReport, prefect_server: None
     ) -> None:
         """The ranks stand still too, so that nothing shows whether the run lives; then all is well again."""
+        from prefect.client.orchestration import get_client
+        from prefect.flow_engine import run_flow_sync
+        from prefect.states import AwaitingRetry
+
+        from soup_flows.flows import soup_train
+
+        run = make("ray", silence_s=6)
+        parameters = run.spec.model_dump(mode="json")
         frozen: list[int] = []
 
-        def block(run: Run, launch: LaunchPlan) -> None:
+        def block() -> None:
             run.wait_for(1, "checkpoint", 3)
             frozen.extend(proc.send(proc.marked(run.run_id), signal.SIGSTOP))
             way.mode = "mute"
 
-        run = make("ray", silence_s=6)
-        launch = run.prepared()
-        try:
-            silent = run.attempt(block, launch)
-        finally:
-            for pid in frozen:
-                os.kill(pid, signal.SIGCONT)
-        assert frozen
-        assert (silent.state, silent.failure_class, silent.ledger) == ("failed", "cluster_silent", ())
-        job = job_of(run)
-        way.mode = "forward"
-        report = run.attempt(launch=launch)
+        with get_client(sync_client=True) as client:
+            flow_run = client.create_flow_run(soup_train, parameters=parameters)
+            run.run_id = str(flow_run.id)
+            threading.Thread(target=block, daemon=True).start()
+            try:
+                with pytest.raises(ClusterSilent, match="may still be there"):
+                    run_flow_sync(soup_train, flow_run=flow_run, parameters=parameters)
+            finally:
+                for pid in frozen:
+                    os.kill(pid, signal.SIGCONT)
+            silent = TrainReport.load(run.paths.root)
+            assert (silent.state, silent.failure_class, silent.ledger) == ("failed", "cluster_silent", ())
+            job = job_of(run)
+            way.mode = "forward"
+            client.set_flow_run_state(flow_run.id, AwaitingRetry(), force=True)
+            flow_run = client.read_flow_run(flow_run.id)
+        report = run_flow_sync(soup_train, flow_run=flow_run, parameters=parameters)
+        assert isinstance(report, TrainReport)
         assert (report.state, report.attempts, job_of(run)) == ("completed", 1, job), report.cause
         assert losses(report) == losses(undisturbed)
 
