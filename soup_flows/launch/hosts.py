@@ -95,5 +95,6 @@ def missing(attempt: Path) -> list[str]:
 
 def _read(path: Path) -> tuple[str, str]:
     """Return name and word of a sign of life; both empty for one that is just being written."""
-    words = path.read_text(errors="replace").split()
+    with path.open(errors="replace") as file:
+        words = file.read(400).split()
     return (words[0], words[1]) if len(words) == 2 else ("", "")

@@ -223,13 +223,9 @@ def _from_death(attempt: AttemptPaths, death: dict[str, Any], receipt: dict[str,
 
 def _from_missing(attempt: AttemptPaths, errors: list[RankError]) -> Verdict | None:
     """All that ranks say is that a peer is gone, and a host left not even a receipt."""
-    gone = missing(attempt.root)
-    if not gone:
-        return None
-    kind, sentence = STOPPED["node_lost"]
-    return _verdict(
-        kind, f"{sentence}: {', '.join(gone)}; rank {errors[0].rank}: {_short(errors[0].message)}"
-    )
+    gone, says = missing(attempt.root), f"rank {errors[0].rank} says: {_short(errors[0].message)}"
+    cause = f"{STOPPED['node_lost'][1]}: {', '.join(gone)}; {says}"
+    return _verdict("node_lost", cause) if gone else None
 
 
 # -- a rank raised ---------------------------------------------------------------------------------

@@ -61,20 +61,24 @@ def went_on(report: TrainReport, run: Run, wanted: TrainReport) -> None:
     assert not marked(run.run_id)
 
 
-@pytest.mark.parametrize("first", ["watchdog", "slurm"])
+@pytest.mark.parametrize(("first", "number"), [("watchdog", 1), ("slurm", 1), ("slurm", 0)])
 def test_a_silent_host_under_slurm(
     first: str,
+    number: int,
     hosts: Network,
     make: Maker,
     wanted: TrainReport,
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Noticed by whoever is faster; either way Slurm starts the job again, once the host is back."""
+    """Noticed by whoever is faster; either way Slurm starts the job again, once the host is back.
+
+    The batch script, and the first rank, run on host 0.
+    """
     reason = real_slurm.why_not()
     if reason is not None:
         pytest.skip(reason)
-    lost = hosts.hosts[1]
+    lost = hosts.hosts[number]
     root = tmp_path_factory.mktemp("slurm")
     ours, theirs = (OURS_S, LATE_S) if first == "watchdog" else (LATE_S, THEIRS_S)
     with real_slurm.cluster(hosts.hosts, root, theirs) as slurm:
@@ -85,7 +89,7 @@ def test_a_silent_host_under_slurm(
         def power_off(run: Run, launch: LaunchPlan) -> None:
             run.wait_for(1, "checkpoint", EVERY)
             lost.power_off()
-            receipt = run.paths.attempt(1).receipt
+            receipt = run.paths.attempt(1).receipt_of(1 - number)
             until(lambda: read_receipt_file(receipt).get("reason"), "an end of the attempt")
             lost.boot()
             slurm.start_node(lost)

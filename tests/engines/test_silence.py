@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from soup_flows.ray_settings import RaySettings
 from soup_flows.report import TrainReport
 from tests.engines.cluster import Daemons
 from tests.engines.conftest import Light, Maker, Run, job_of, losses, marked
-from tests.engines.proxy import Proxy, proxy
+from tests.engines.proxy import Mode, Proxy, proxy
 from tests.engines.ray_cluster import RayCluster
 
 REAL = [pytest.mark.ranks, pytest.mark.long]
@@ -85,6 +86,15 @@ def test_an_answer_that_trickles_in_is_bounded() -> None:
         ray_http.Dashboard(RaySettings(address=slow.address), {}).call("GET", "/api/jobs/")
 
 
+def block(way: Proxy, mode: Mode) -> None:
+    """Let nothing through, which shows soon."""
+    way.mode, ray_http.ANSWER_S = mode, 2.0
+
+
+def unblock(way: Proxy) -> None:
+    way.mode, ray_http.ANSWER_S = "forward", 30.0
+
+
 class TestRealRay:
     """With a real job behind a proxy that can be blocked."""
 
@@ -92,7 +102,7 @@ class TestRealRay:
 
     @pytest.fixture
     def way(self, ray: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-        monkeypatch.setattr(ray_http, "ANSWER_S", 5.0)
+        monkeypatch.setattr(ray_http, "ANSWER_S", 30.0)  # a new job takes a busy machine some seconds
         with proxy(ray.dashboard, ray.port + 1) as found:
             monkeypatch.setenv("RAY_API_SERVER_ADDRESS", found.address)
             yield found
@@ -105,11 +115,11 @@ class TestRealRay:
             ready = (light.attempt.root / "ready_1").exists()
             away = [status.reason for status in said if "does not answer" in status.reason]
             if ready and not away:
-                way.mode = "hang up"
+                block(way, "hang up")
             elif len(away) == 1:
-                way.mode = "mute"
+                block(way, "mute")
             elif away:
-                way.mode = "forward"
+                unblock(way)
             return "enough" if len(away) > 1 and said[-1].reason == "" else None
 
         outcome = follow(found, plan, on_status=said.append, should_stop=enough)
@@ -119,37 +129,51 @@ class TestRealRay:
     def test_a_dashboard_that_stays_away_does_not_cost_the_result(
         self, way: Proxy, make: Maker, undisturbed: TrainReport
     ) -> None:
-        def block(run: Run, launch: LaunchPlan) -> None:
+        def go_mute(run: Run, launch: LaunchPlan) -> None:
             run.wait_for(1, "checkpoint", 3)
-            way.mode = "mute"
+            block(way, "mute")
 
-        report = make("ray", silence_s=200).attempt(block)
+        report = make("ray", silence_s=200).attempt(go_mute)
         assert (report.state, report.attempts) == ("completed", 1), report.cause
         assert losses(report) == losses(undisturbed)
 
     def test_the_next_start_takes_the_job_of_a_silent_cluster(
-        self, way: Proxy, make: Maker, undisturbed: TrainReport
+        self, way: Proxy, make: Maker, undisturbed: TrainReport, prefect_server: None
     ) -> None:
         """The ranks stand still too, so that nothing shows whether the run lives; then all is well again."""
-        frozen: list[int] = []
+        from prefect.client.orchestration import get_client
+        from prefect.flow_engine import run_flow_sync
+        from prefect.states import AwaitingRetry
 
-        def block(run: Run, launch: LaunchPlan) -> None:
-            run.wait_for(1, "checkpoint", 3)
-            frozen.extend(proc.send(proc.marked(run.run_id), signal.SIGSTOP))
-            way.mode = "mute"
+        from soup_flows.flows import soup_train
 
         run = make("ray", silence_s=6)
-        launch = run.prepared()
-        try:
-            silent = run.attempt(block, launch)
-        finally:
-            for pid in frozen:
-                os.kill(pid, signal.SIGCONT)
-        assert frozen
-        assert (silent.state, silent.failure_class, silent.ledger) == ("failed", "cluster_silent", ())
-        job = job_of(run)
-        way.mode = "forward"
-        report = run.attempt(launch=launch)
+        parameters = run.spec.model_dump(mode="json")
+        frozen: list[int] = []
+
+        def freeze() -> None:
+            run.wait_for(1, "checkpoint", 3)
+            frozen.extend(proc.send(proc.marked(run.run_id), signal.SIGSTOP))
+            block(way, "mute")
+
+        with get_client(sync_client=True) as client:
+            flow_run = client.create_flow_run(soup_train, parameters=parameters)
+            run.run_id = str(flow_run.id)
+            threading.Thread(target=freeze, daemon=True).start()
+            try:
+                with pytest.raises(ClusterSilent, match="may still be there"):
+                    run_flow_sync(soup_train, flow_run=flow_run, parameters=parameters)
+            finally:
+                for pid in frozen:
+                    os.kill(pid, signal.SIGCONT)
+            silent = TrainReport.load(run.paths.root)
+            assert (silent.state, silent.failure_class, silent.ledger) == ("failed", "cluster_silent", ())
+            job = job_of(run)
+            unblock(way)
+            client.set_flow_run_state(flow_run.id, AwaitingRetry(), force=True)
+            flow_run = client.read_flow_run(flow_run.id)
+        report = run_flow_sync(soup_train, flow_run=flow_run, parameters=parameters)
+        assert isinstance(report, TrainReport)
         assert (report.state, report.attempts, job_of(run)) == ("completed", 1, job), report.cause
         assert losses(report) == losses(undisturbed)
 

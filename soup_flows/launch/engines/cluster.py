@@ -14,11 +14,10 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import ValidationError
 
-from soup_flows.errors import Problem, Refused, TrainingFailed, refuse
+from soup_flows.errors import Problem, Refused, refuse
 from soup_flows.json_text import parse_json
-from soup_flows.launch.advice import ADVICE
 from soup_flows.launch.engines import Handle, LogLine, State, Status, finished, read_logs
-from soup_flows.launch.engines.silence import SHORT_S, Silence, done
+from soup_flows.launch.engines.silence import SHORT_S, Silence, done, given_up
 from soup_flows.launch.plan import LaunchPlan
 from soup_flows.launch.receipt import collect_receipts, new_receipt
 from soup_flows.paths import RunPaths, write_json
@@ -152,18 +151,17 @@ class ClusterEngine(abc.ABC):
             Refused: if the cluster does not answer: a second job of the run would write into its directory.
         """
         known = self._kept(paths)
-        end = time.monotonic() + (min(SHORT_S, self._silence_s) if known is not None else 0.0)
+        end = time.monotonic() + (min(SHORT_S, self._silence_s) if known else 0.0)
         while True:
             try:
                 if known is not None and alive(self._ask_again(known)):
                     return known
                 found = self._find(paths)
+                return self._keep(paths, found[-1]) if found else None
             except Unanswered as error:
                 if error.final or time.monotonic() >= end:
                     raise self._silent(error) from None
-                time.sleep(1.0)
-            else:
-                return self._keep(paths, found[-1]) if found else None
+            time.sleep(1.0)
 
     def _ask_again(self, handle: Handle) -> Job | None:
         """Ask about a job that may be just ending."""
@@ -187,10 +185,10 @@ class ClusterEngine(abc.ABC):
         before = self._last or Status(state="QUEUED", attempt=self._present(handle))
         try:
             self._job = self._ask(handle)
+            self._silence.broken()
         except Unanswered as error:
             self._last = self._unheard(handle, before, str(error))
             return self._last
-        self._silence.broken()
         found = self._judge(handle)
         if not found.ended or found.state == "SUCCEEDED":
             self._ended_at = None
@@ -205,16 +203,14 @@ class ClusterEngine(abc.ABC):
 
     def _unheard(self, handle: Handle, before: Status, why: str) -> Status:
         """Say how the run is as far as its directory shows that."""
-        number = self._present(handle)
-        attempt = handle.paths.attempt(number)
+        attempt = handle.paths.attempt(number := self._present(handle))
         if done(attempt):
             return Status(state="SUCCEEDED", reason=why, attempt=number)
         silent_s = self._silence.seconds(attempt, time.monotonic())
         if silent_s > self._silence_s:
-            cause = f"{why}, for {silent_s:.0f} s in which the run directory showed no sign of life either"
-            cause += f"; {self.title} job {handle.job} may still be there"
-            advice = f"{ADVICE['cluster_silent']} {self.unanswered[1]}"
-            raise TrainingFailed("cluster_silent", cause, advice, handle.run_dir)
+            raise given_up(
+                f"{self.title} job {handle.job}", why, silent_s, self.unanswered[1], handle.run_dir
+            )
         return before.model_copy(update={"reason": why, "attempt": number})
 
     def _judge(self, handle: Handle) -> Status:

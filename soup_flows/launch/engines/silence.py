@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from soup_flows.errors import TrainingFailed
+from soup_flows.launch.advice import ADVICE
 from soup_flows.launch.engines import finished
 from soup_flows.paths import AttemptPaths
 
@@ -33,6 +35,13 @@ class Silence:
         if self._since is None or sign != self._sign:
             self._since, self._sign = now, sign
         return now - self._since
+
+
+def given_up(job: str, why: str, silent_s: float, fix: str, run_dir: str) -> TrainingFailed:
+    """Return the end of a flow that waits no longer for a job, such as `Ray job run-1.1`."""
+    cause = f"{why}, for {silent_s:.0f} s in which the run directory showed no sign of life either"
+    words = f"{cause}; {job} may still be there"
+    return TrainingFailed("cluster_silent", words, f"{ADVICE['cluster_silent']} {fix}", run_dir)
 
 
 def last_sign(attempt: AttemptPaths) -> int:
