@@ -63,7 +63,7 @@ def test_a_lost_machine_is_waited_for(whole: RayCluster, make: Maker, undisturbe
 def test_fewer_machines_and_more_again(preset: str, whole: RayCluster, make: Maker) -> None:
     """The run goes on with one machine when the other is lost, and grows back; the global batch is kept.
 
-    The one rank is held until the other machine is there again, or its steps might be over before.
+    The one rank is held until the job has seen that the other machine is there again: its steps might be over before.
     """
     long = {"steps": 200, "every": 20}
     wanted = make("local", preset, **long).attempt()
@@ -74,7 +74,7 @@ def test_fewer_machines_and_more_again(preset: str, whole: RayCluster, make: Mak
         alone = next(e["pid"] for e in run.wait_for(2, "started") if e["kind"] == "started")
         os.kill(alone, signal.SIGSTOP)
         whole.start(SECOND)
-        whole.until_alive(HEAD, SECOND)
+        until(run.paths.stop_request.exists, "a request to save, since there is room for more")
         os.kill(alone, signal.SIGCONT)
 
     ray = {"nodes": 2, "min_nodes": 1, "patience_s": 3}
