@@ -39,6 +39,16 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def ordered(value: Any) -> Any:
+    """Return a JSON value with its lists of words sorted: the server keeps tags and kinds of events as sets."""
+    if isinstance(value, dict):
+        return {key: ordered(item) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [ordered(item) for item in value]
+        return sorted(items) if all(isinstance(item, str) for item in items) else items
+    return value
+
+
 class Box:
     """A machine's user: an own home, PATH with the wheel's environment first, and terminals."""
 
@@ -129,7 +139,7 @@ class Box:
             rows = [{field: row.get(field) for field in fields} for row in self.ask(f"/{kind}/filter", {})]
             for row in rows:
                 (row.get("trigger") or {}).pop("id", None)  # new with every update
-            found[kind] = sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
+            found[kind] = sorted(map(ordered, rows), key=lambda row: json.dumps(row, sort_keys=True))
         return found
 
     def state(self, run_id: str) -> str:
