@@ -24,6 +24,8 @@ from soup_flows.launch.events import (
     parse_event,
     read_events,
 )
+from soup_flows.launch.hosts import Hosts
+from soup_flows.launch.hosts import missing as hosts_without_receipt
 from soup_flows.launch.outcome import classify, warn_of_exit
 from soup_flows.launch.receipt import collect_receipts, read_receipt, read_receipt_file
 from soup_flows.ledger import Attempt, append, read_ledger
@@ -263,6 +265,21 @@ def test_receipts(receipt: Any, second: Any, tmp_path: Path) -> None:
         verdict = classify(attempt, found)
         verdict.cause.encode()
         warn_of_exit(found)
+
+
+@fuzz(100)
+@given(beat=st.binary(max_size=30) | st.sampled_from((b"a runs", b"a ended", b"a runs\n" * 100)))
+def test_signs_of_life(beat: bytes, tmp_path: Path) -> None:
+    attempt = attempt_of(tmp_path)
+    put(attempt.root / "heartbeat" / "node_1", beat)
+    put(attempt.root / "heartbeat" / "node_x", beat)
+    attempt.receipt_of(1).unlink(missing_ok=True)
+    here = Hosts(attempt.root, 0, 2, floor_s=1.0)
+    here.lost(0.0, 0.0)
+    words = here.lost(10.0, 10.0)
+    names = hosts_without_receipt(attempt.root)
+    assert (words is None) is (not names)
+    "".join([words or "", *names]).encode()
 
 
 @fuzz(150)
