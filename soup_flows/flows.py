@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from prefect import flow, get_run_logger, runtime
 from prefect.client.schemas.objects import State
+from prefect.exceptions import Abort
 from prefect.states import Cancelled
 
 from soup_flows.artifacts import (
@@ -188,6 +189,7 @@ def _run_attempts(values: Mapping[str, Any], run_id: str, held: contextlib.ExitS
     try:
         ready = _make_ready(values, run_id, held)
     except Refused as refused:
+        _leave_to_the_other(refused)
         _record_refusal(values, run_id, refused)
         raise
     if isinstance(ready, TrainReport):
@@ -312,6 +314,21 @@ def _check_output_outlives_the_run(spec: TrainingSpec) -> None:
             "give an absolute folder, or set the work pool's job variable working_dir",
             "prefect 3.9.1 workers/process.py (TemporaryDirectory)",
         )
+
+
+def _leave_to_the_other(refused: Refused) -> None:
+    """End this process without a word to the server if another one is running this very flow run.
+
+    A worker reports a killed process twice, half a minute apart on a busy server (prefect 3.9.1, workers/base.py,
+    `_propose_crashed_state`), and what restarts crashed runs may answer twice.
+
+    Raises:
+        Abort: the process ends with the exit code 0, and the state of the flow run is the other's to set.
+    """
+    held = next((problem for problem in refused.problems if problem.id == "RUN001"), None)
+    if held is not None and runtime.flow_run.id:
+        get_run_logger().warning("%s: this start leaves the run to that process.", held.message)
+        raise Abort(held.message)
 
 
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:

@@ -132,6 +132,14 @@ def test_a_stall_is_told(site: Site, told: tuple[str, list[dict[str, Any]]]) -> 
     wait_for(lambda: any(str(run_id) in call["body"] for call in told[1]), 120, "the warning")
 
 
+def went_wrong(run_id: UUID) -> str:
+    """Return what the states of a run say once it has failed; empty before."""
+    with get_client(sync_client=True) as client:
+        states = client.read_flow_run_states(run_id)
+    words = [f"{state.timestamp} {state.name}: {state.message}" for state in states]
+    return "\n".join(words) if any(state.name == "Failed" for state in states) else ""
+
+
 @pytest.fixture
 def patient(site: Site) -> None:
     """Longer limits, for real runs: their heartbeats are half a minute apart."""
@@ -155,7 +163,10 @@ def test_a_killed_run_comes_back_and_finishes(site: Site, tmp_path: Path) -> Non
     flow = proc.parent_of(supervisor)
     assert flow is not None
     os.kill(flow, signal.SIGKILL)
-    wait_for(lambda: site.state(run_id).is_completed(), GENEROUS_S, "the run that came back")
+    wait_for(
+        lambda: site.state(run_id).is_completed() or went_wrong(run_id), GENEROUS_S, "the run that came back"
+    )
+    assert site.state(run_id).is_completed(), went_wrong(run_id)
     report = TrainReport.load(watch.paths.root)
     assert [row.state for row in report.ledger] == ["lost", "completed"]
     assert report.started_from >= 2

@@ -10,12 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import pytest
 from prefect import flow, runtime, unmapped
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.exceptions import Abort
+from prefect.flow_engine import run_flow_sync
 from prefect.states import Cancelling
 
 from soup_flows import flows, run_files, tasks
@@ -24,12 +27,13 @@ from soup_flows.errors import Refused, TrainingFailed
 from soup_flows.flows import soup_train
 from soup_flows.launch import proc
 from soup_flows.launch.plan import LaunchPlan
-from soup_flows.paths import AttemptPaths
+from soup_flows.paths import AttemptPaths, RunPaths
 from soup_flows.plan_flow import soup_plan
 from soup_flows.report import TrainReport
 from soup_flows.sharding import ShardingPlan
 from soup_flows.spec import parse_spec
 from soup_flows.stop import stop
+from tests.core.test_run_lock import HOLD
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("prefect_server")]
 ROOT = Path(__file__).parents[2]
@@ -208,6 +212,27 @@ def test_a_time_limit_is_told(parameters: Values, tmp_path: Path, pretend: Calla
     assert state.is_failed()
     assert "timeout after step 3: the run was stopped" in (state.message or "")
     assert "Raise the time limit" in (state.message or "")
+
+
+def test_a_second_process_of_one_flow_run_leaves_it_to_the_first(
+    parameters: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker may start a run again that is running: nothing is said of its end but by the process that runs it."""
+    monkeypatch.setattr(flows, "CLEANING_S", 0.0)
+    values = ready(parameters, tmp_path) | {"launcher": {"stop_budget_s": 1}}
+    with get_client(sync_client=True) as client:
+        flow_run = client.create_flow_run(soup_train, parameters=values)
+        paths = RunPaths.of(tmp_path, str(flow_run.id))
+        with Popen([sys.executable, "-c", HOLD, str(paths.root)], stdout=PIPE) as first:
+            assert first.stdout is not None
+            assert first.stdout.readline() == b"held\n"
+            with pytest.raises(Abort, match=f"is being run by process {first.pid}"):
+                run_flow_sync(soup_train, flow_run=flow_run, parameters=values)
+            first.kill()
+        assert client.read_flow_run(flow_run.id).state_name == "Running"
+        mine = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run.id]))
+        assert not client.read_artifacts(artifact_filter=mine)
+    assert [path.name for path in paths.root.iterdir()] == ["lock"]
 
 
 @pytest.mark.ranks
