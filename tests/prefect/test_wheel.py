@@ -136,7 +136,10 @@ class Box:
         }
         found: dict[str, Any] = {}
         for kind, fields in names.items():
-            rows = [{field: row.get(field) for field in fields} for row in self.ask(f"/{kind}/filter", {})]
+            # Prefect creates a deployment without pull steps with an empty list, and updates it with none.
+            rows = [
+                {field: row.get(field) or None for field in fields} for row in self.ask(f"/{kind}/filter", {})
+            ]
             for row in rows:
                 (row.get("trigger") or {}).pop("id", None)  # new with every update
             found[kind] = sorted(map(ordered, rows), key=lambda row: json.dumps(row, sort_keys=True))
