@@ -121,9 +121,9 @@ def meet_others(
     folder = paths.temp
     here = HostSeen.here(paths, address=socket.gethostname())
     write_atomic(_said(folder, start, number), here.model_dump_json())
+    heard = [_said(folder, start, other) for other in range(count)]
     end = time.monotonic() + SHARED_S
     while True:
-        heard = [_said(folder, start, other) for other in range(count)]
         silent = [other for other, file in enumerate(heard) if not file.exists()]
         if not silent:
             return [HostSeen.model_validate_json(file.read_bytes()) for file in heard]

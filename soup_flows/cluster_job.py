@@ -89,15 +89,13 @@ def _why(launch: LaunchPlan, title: str) -> dict[str, Any]:
     receipt = collect_receipts(launch.attempt_paths)
     if not receipt:
         words = f"{title} started the job again, and no host had left a receipt"
-        receipt = new_receipt(launch.run_id) | {"reason": "node_lost", "detail": words, "survivors": []}
-    elif receipt["reason"] not in ("signal", "holder_gone", "stopped"):
-        pass
-    elif gone := missing(launch.attempt_paths.root):
+        return new_receipt(launch.run_id) | {"reason": "node_lost", "detail": words, "survivors": []}
+    if receipt["reason"] not in ("signal", "holder_gone", "stopped"):
+        return receipt
+    if gone := missing(launch.attempt_paths.root):
         words = f"{', '.join(gone)} left no receipt, and {title} started the job again"
-        receipt |= {"reason": "node_lost", "detail": words}
-    else:
-        receipt |= {"reason": "preempted", "detail": f"{title} ended the job and started it again"}
-    return receipt
+        return receipt | {"reason": "node_lost", "detail": words}
+    return receipt | {"reason": "preempted", "detail": f"{title} ended the job and started it again"}
 
 
 def ask_to_save(paths: RunPaths) -> None:

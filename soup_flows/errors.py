@@ -271,3 +271,13 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest of `choices`, or an empty string."""
     found = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
     return f"did you mean {found[0]!r}?" if found else ""
+
+
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """Return the first line of what an error says, `most` characters of it; its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:most]
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Return kind and first line of an error, 300 characters at most."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

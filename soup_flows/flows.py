@@ -325,10 +325,15 @@ def _leave_to_the_other(refused: Refused) -> None:
     Raises:
         Abort: the process ends with the exit code 0, and the state of the flow run is the other's to set.
     """
-    held = next((problem for problem in refused.problems if problem.id == "RUN001"), None)
+    held = _held_by_another(refused)
     if held is not None and runtime.flow_run.id:
         get_run_logger().warning("%s: this start leaves the run to that process.", held.message)
         raise Abort(held.message)
+
+
+def _held_by_another(refused: Refused) -> Problem | None:
+    """Return the problem that says so if another process is running the run."""
+    return next((problem for problem in refused.problems if problem.id == "RUN001"), None)
 
 
 def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) -> None:
@@ -348,8 +353,7 @@ def _record_refusal(values: Mapping[str, Any], run_id: str, refused: Refused) ->
     try:
         if problems_with_roots({"output_dir": str(paths.root)}):
             raise PermissionError(folder)
-        another_runs = any(problem.id == "RUN001" for problem in refused.problems)
-        if not another_runs:  # else the report is the other's to write
+        if _held_by_another(refused) is None:  # else the report is the other's to write
             report.save()
     except OSError:
         report = report.model_copy(update={"run_dir": "nowhere: the output folder cannot be written"})

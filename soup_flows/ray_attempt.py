@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from soup_flows.cluster_hosts import differences
+from soup_flows.errors import first_line
 from soup_flows.launch.elastic import Rendezvous
 from soup_flows.launch.engines.ray import per_machine
 from soup_flows.launch.plan import LaunchPlan
@@ -102,9 +103,9 @@ class Attempt:
                     raise Unfit(told)
             seen = [Seen.model_validate_json(answer) for answer in ray.get(answers)]
         except ray.exceptions.RayActorError as error:
-            raise Lost(f"a machine went away before it began: {first_line(error)}") from None
+            raise Lost(f"a machine went away before it began: {first_line(error, 300)}") from None
         except ray.exceptions.RayTaskError as error:
-            raise Unfit(f"a machine cannot run this package: {first_line(error.cause)}") from None
+            raise Unfit(f"a machine cannot run this package: {first_line(error.cause, 300)}") from None
         finally:
             collect_word(paths, word)
         faults, odd = differences(seen, since)
@@ -144,11 +145,11 @@ class Attempt:
         try:
             done, how, detail = ray.get(ref)
         except ray.exceptions.RayActorError as error:
-            self._lost.append(f"{name}: {first_line(error)}")
+            self._lost.append(f"{name}: {first_line(error, 300)}")
             self._stop_all(f"{name} was lost", 0.0)
         except ray.exceptions.RayTaskError as error:
             say(f"{name}: {error}")
-            self._unfit.append(f"{name} could not run: {first_line(error.cause)}")
+            self._unfit.append(f"{name} could not run: {first_line(error.cause, 300)}")
             self._stop_all(self._unfit[-1], 0.0)
         else:
             if not done and how == "node_lost":  # its supervisor noticed, and knows who
@@ -187,11 +188,6 @@ def place(launch: LaunchPlan, group: PlacementGroup, number: int) -> Any:
         )
         .remote()
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
 def say(text: str) -> None:

@@ -22,7 +22,7 @@ from soup_flows.data.sources import (
     without_secrets,
 )
 from soup_flows.data.store import one_writer
-from soup_flows.errors import Refused, refuse
+from soup_flows.errors import Refused, first_line, refuse
 
 
 def fetch(source: str, *, field: str = "dataset") -> None:
@@ -56,7 +56,7 @@ def _from_hub(source: str, hub: HubSource, field: str) -> None:
         )
     except Exception as error:  # network, authorisation and naming errors alike
         fix = "check the name, the network and HF_TOKEN, or give a local file"
-        words = str(error).strip().splitlines()[0]
+        words = first_line(error)
         raise refuse(
             "DATA024", field, f"there is no {source} here, and the Hub gave none: {words}", fix
         ) from None

@@ -20,19 +20,19 @@ def main() -> None:
     """Look, and print what was seen."""
     parts = sys.argv[1:] or list(PARTS)
     spec = TrainingSpec.model_validate_json(sys.stdin.read())
+    leave_out(unneeded(spec.model_dump(mode="json"), engine=""))
+    if parts == ["rows"]:
+        leave_out_of_tokenising(spec)
     with contextlib.redirect_stdout(sys.stderr):
-        seen = {part: _look(part, spec, alone=len(parts) == 1) for part in parts}
+        seen = {part: _look(part, spec) for part in parts}
     json.dump(seen, sys.stdout)
 
 
-def _look(part: str, spec: TrainingSpec, alone: bool) -> dict[str, Any]:
-    leave_out(unneeded(spec.model_dump(mode="json"), engine=""))
+def _look(part: str, spec: TrainingSpec) -> dict[str, Any]:
     if part == "model":
         from soup_flows.training.looking import look_at_model
 
         return look_at_model(spec)
-    if alone:
-        leave_out_of_tokenising(spec)
     from soup_flows.training.look_rows import look_at_rows
 
     return look_at_rows(spec)

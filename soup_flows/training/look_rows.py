@@ -11,7 +11,7 @@ from soup_flows.data.masking import encode
 from soup_flows.data.report import better_answer
 from soup_flows.data.sources import is_here
 from soup_flows.data.values import Dropped, Encoded
-from soup_flows.errors import Refused
+from soup_flows.errors import Refused, kind_and_line
 from soup_flows.spec import TrainingSpec
 from soup_flows.training.prepare import load_tokenizer
 
@@ -24,7 +24,7 @@ def look_at_rows(spec: TrainingSpec) -> dict[str, Any]:
     try:
         tokenizer = load_tokenizer(spec)
     except Exception as error:  # whatever a tokenizer file can raise
-        return {"tokenizer_error": first_line(error)}
+        return {"tokenizer_error": kind_and_line(error)}
     found: dict[str, Any] = {"tokens": len(tokenizer), "has_eos": tokenizer.eos_token_id is not None}
     lost: Counter[str] = Counter()
     kept = stops = largest = 0
@@ -50,8 +50,3 @@ def look_at_rows(spec: TrainingSpec) -> dict[str, Any]:
     names = dict(zip(map(str, tokenizer.convert_ids_to_tokens(ids)), ids, strict=True))
     counts = {"kept": kept, "stop_trained": stops, "largest_id": largest, "lost": dict(lost)}
     return {**found, **counts, "trained": names}
-
-
-def first_line(error: BaseException) -> str:
-    """Return kind and first line of an error, 300 characters at most."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from soup_flows.errors import kind_and_line
 from soup_flows.spec import TrainingSpec
-from soup_flows.training.look_rows import first_line
 from soup_flows.training.model import (
     UnsuitableModel,
     add_adapters,
@@ -50,7 +50,7 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # whatever a model class can raise
-        return {"model_error": first_line(error)}
+        return {"model_error": kind_and_line(error)}
     embedding = model.get_input_embeddings()
     found["embedding_rows"] = embedding.weight.shape[0] if embedding is not None else None
     classes = {type(module).__name__ for module in model.modules()}
@@ -69,5 +69,5 @@ def look_at_model(spec: TrainingSpec) -> dict[str, Any]:
                 adapted = add_adapters(model, spec)
             found["adapters"] = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         except Exception as error:  # peft's own words about targets
-            found["adapter_error"] = first_line(error)
+            found["adapter_error"] = kind_and_line(error)
     return found

@@ -24,7 +24,7 @@ from soup_flows.data.prepare import (
 from soup_flows.data.reading import list_files
 from soup_flows.data.report import DataReport, Tally
 from soup_flows.data.store import lengths_of, stored, write_entry
-from soup_flows.errors import refuse
+from soup_flows.errors import first_line, refuse
 from soup_flows.hardware import host
 from soup_flows.spec import TrainingSpec
 from soup_flows.training.lean import leave_out_of_tokenising
@@ -104,9 +104,10 @@ def load_tokenizer(spec: TrainingSpec) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
     except Exception as error:  # transformers raises many kinds for a folder without a tokenizer
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
         fix = "give a folder with tokenizer.json"
-        raise refuse("DATA019", "model", f"{spec.model} holds no usable tokenizer: {words}", fix) from None
+        raise refuse(
+            "DATA019", "model", f"{spec.model} holds no usable tokenizer: {first_line(error)}", fix
+        ) from None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

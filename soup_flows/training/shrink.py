@@ -24,7 +24,7 @@ from soup_flows.data.prepare import settings_of
 from soup_flows.data.reading import read_rows
 from soup_flows.data.report import better_answer
 from soup_flows.data.values import Dropped, Encoded, Row
-from soup_flows.errors import Refused, refuse
+from soup_flows.errors import Refused, kind_and_line, refuse
 from soup_flows.paths import write_json
 from soup_flows.spec import TrainingSpec
 from soup_flows.training.prepare import load_tokenizer, tokenizer_folder
@@ -70,7 +70,7 @@ def shrink(spec: TrainingSpec, folder: Path) -> dict[str, Any]:
         try:
             model = _build(spec, folder)
         except Exception as error:  # whatever a model class says of sizes that do not go together
-            reason = reason or f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            reason = reason or kind_and_line(error)
             continue
         model.save_pretrained(folder)
         write_json(folder / "config.json", config)  # as it was written by its owner, code of its own included
